@@ -1,0 +1,1 @@
+"""One peer: it learns, exchanges, and survives."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning inside one node: models, tasks, rewards, losses and the learners."""
