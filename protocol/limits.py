@@ -1,0 +1,59 @@
+"""Every limit on what a peer may send or make us keep: name, value, unit, why.
+
+Times that are policy (probe interval, deadlines) live with their owners; here are only the hard bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+# One frame of a stream. 256 KiB … 4 MiB are equally fast over TLS, so the smallest keeps pre-admission memory low.
+FRAME_BYTES_MAX: Final = 256 * 1024
+# A raw payload frame leaves room for protobuf framing in the same gRPC message.
+PAYLOAD_FRAME_BYTES: Final = 192 * 1024
+# Handshake frames: the largest honest one (Hello with eight addresses) is under 1 KiB.
+HANDSHAKE_FRAME_BYTES_MAX: Final = 4 * 1024
+# Handshakes in progress at once; the next caller is told BUSY. 16 × FRAME_BYTES_MAX bounds a stranger's memory to 4 MiB.
+HANDSHAKES_AT_ONCE_MAX: Final = 16
+# A handshake needs two round trips and one signature each; a slower one is a slot held open on purpose.
+HANDSHAKE_SECONDS_MAX: Final = 10.0
+
+# --- connections ------------------------------------------------------------------------------------------------------
+STREAMS_PER_CONNECTION_MAX: Final = 64
+SESSIONS_MAX: Final = 4096  # ~100 B each; oldest idle one goes first
+# Keepalive, the same numbers on both ends, or the server answers GOAWAY too_many_pings.
+KEEPALIVE_TIME_MS: Final = 10_000
+KEEPALIVE_TIMEOUT_MS: Final = 5_000
+RECONNECT_BACKOFF_SECONDS_MAX: Final = 15.0  # a partition that heals is noticed within this
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX  # one Envelope
+MESSAGE_QUEUE_MAX: Final = 1024  # per peer, outgoing; the oldest is dropped: every sender repeats what matters
+PEER_ID_CHARS_MAX: Final = 64  # "12D3Koo…" has 52
+ADDRESS_CHARS_MAX: Final = 262  # DNS name (253) ":" port, brackets of IPv6
+ADDRESSES_MAX: Final = 8
+REASON_CHARS_MAX: Final = 512
+RUMOURS_PER_MESSAGE_MAX: Final = 64
+MEMBERS_MAX: Final = 4096
+SIGNED_BODY_BYTES_MAX: Final = FRAME_BYTES_MAX
+HEADER_BYTES_MAX: Final = 512  # a signed UpdateHeader is ~260 B
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+ROSTER_MAX: Final = 256  # peers in one ring; the manifest's ring_size_max is lower
+ATTEMPTS_MAX: Final = 1_000_000  # an attempt number above this is nonsense
+CHUNKS_MAX: Final = ROSTER_MAX
+COMMIT_RECORDS_KEPT: Final = 1000  # rounds; the fork point of a longer partition is unknown and a person decides
+COMMITS_PER_REPLY_MAX: Final = 32
+WEIGHT_MAX: Final = 2**40  # a claimed weight above this is nonsense
+
+# --- payloads and state -----------------------------------------------------------------------------------------------
+UPDATE_BYTES_MAX: Final = 4 * 1024**3  # the codec's own bound from d is tighter; this one bounds a header's claim
+UPDATES_HELD_BYTES_MAX: Final = 4 * 1024**3  # verified updates kept for repairs; on disk beyond 64 MiB
+STATE_CHUNK_BYTES: Final = 1024 * 1024
+STATE_BYTES_MAX: Final = 256 * 1024**3
+MANIFEST_BYTES_MAX: Final = 64 * 1024
+
+INT64_MAX: Final = 2**63 - 1
