@@ -1,0 +1,252 @@
+"""Configuration of the language-model learner: model, task, rewards, GRPO and the supervised warm-up.
+
+Every table is part of the run's manifest (equal on all peers); what is local to one node (cache folder, reward file,
+device) is an argument of `build_learner` instead. Names and defaults of `GrpoConfig` are those of TRL's GRPOConfig where
+the field means the same here. Does not read files: `node/config.py` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
+CorrectionMode = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+
+
+class Table(BaseModel):
+    """A frozen table whose unknown keys are errors and whose field docstrings are the descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+
+class TinyConfig(Table):
+    """Shape of the built-in random transformer (`name = "tiny"`); its weights come from the run seed."""
+
+    hidden: int = Field(96, ge=8, le=4096)
+    """Width of the residual stream; must be divisible by `heads`. Parameters and time grow with its square."""
+    layers: int = Field(4, ge=1, le=64)
+    """Transformer blocks. More of them learn more per example and cost time in proportion."""
+    heads: int = Field(4, ge=1, le=64)
+    """Attention heads; `hidden / heads` must be even (rotary positions)."""
+    mlp: int = Field(256, ge=8, le=16384)
+    """Width of the gated feed-forward layer."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> TinyConfig:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"hidden = {self.hidden} must be a multiple of 2 x heads = {2 * self.heads}"
+            )
+        return self
+
+
+class LoraConfig(Table):
+    """Low-rank adapters by PEFT. Only their matrices are trained and exchanged."""
+
+    r: int = Field(16, ge=1, le=1024)
+    """Rank. Traffic and adapter memory grow in proportion; 8 to 32 is usual for RL."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale: the adapter's output is multiplied by alpha / r. Raising it acts like a higher learning rate."""
+    target_modules: str | list[str] = "all-linear"
+    """"all-linear" (every linear layer but the output head) or the names of the modules that get an adapter."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter input. Above 0 the trainer's log-probs differ from the sampler's; keep 0 for RL."""
+    freeze_a: bool = False
+    """Train B alone, with A drawn from the run seed. Makes averaging over peers exact and halves the traffic; learns
+    a little slower at the same rank."""
+
+
+class ModelConfig(Table):
+    """Which model is trained, and which part of it."""
+
+    name: str = "tiny"
+    """"tiny" (built from the run seed, no download), a local folder, a path to a .gguf file, or a hub id."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the weights in memory. 16-bit halves memory and speeds up GPUs; trained parameters keep fp32 masters."""
+    lora: LoraConfig | None = None
+    """Adapter settings; absent means that every parameter is trained (full fine-tuning)."""
+    tiny: TinyConfig = TinyConfig()
+    """Shape of the built-in model; ignored for any other."""
+
+
+class TaskConfig(Table):
+    """Where prompts and scores come from."""
+
+    name: str = "reasoning_gym:chain_sum"
+    """"reasoning_gym:<task>", or the path of a JSONL file whose lines have `prompt` and `answer`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the reasoning_gym task, for example {"max_terms": 3}; must be empty for a JSONL file."""
+    eval_size: int = Field(128, ge=1, le=10_000)
+    """Held-out prompts, never trained on. More give a steadier accuracy and a longer evaluation."""
+    eval_generations: int = Field(1, ge=1, le=64)
+    """Sampled completions per held-out prompt behind the mean reward (the accuracy is greedy, one completion)."""
+    prompt_template: str = "{prompt}"
+    """Text around the task's prompt; must contain {prompt}."""
+    system_prompt: str = ""
+    """System message for models with a chat template; empty means none."""
+    prompt_format: Literal["auto", "chat", "plain", "short"] = "auto"
+    """"chat" applies the tokenizer's chat template, "plain" sends the text as it is, "short" keeps only what follows
+    the last colon, without blanks ("3+4="), which makes a tiny model several times faster. "auto": short for the
+    built-in model, chat where the tokenizer has a template, else plain."""
+    extract: Literal["auto", "whole", "tag", "number"] = "auto"
+    """Which part of a completion is the answer: the whole text, the last <answer>...</answer>, or the last number in
+    it. "auto": the tag if there is one, else the whole text."""
+
+    @model_validator(mode="after")
+    def _has_prompt(self) -> TaskConfig:
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                f"prompt_template = {self.prompt_template!r} must contain {{prompt}}"
+            )
+        return self
+
+
+class RewardsConfig(Table):
+    """How a completion is scored."""
+
+    functions: list[str] = ["task"]
+    """Built-ins "task" (the task's own score, 0 to 1), "exact" (1 if the answer matches to the letter), "format" (1 if
+    the completion is one <answer>...</answer>); any other name is a function of the node's reward file."""
+    weights: list[float] | None = None
+    """One weight per function, in the same order; absent means 1 each. The reward is the weighted sum."""
+    timeout_seconds: float = Field(30.0, gt=0, le=3600)
+    """Time a function of the reward file may take for one batch. On overrun its values count as "does not apply"."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> RewardsConfig:
+        if not self.functions:
+            raise ValueError(
+                "functions is empty: name at least one, for example 'task'"
+            )
+        if len(set(self.functions)) != len(self.functions):
+            raise ValueError(f"functions = {self.functions} names one function twice")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.functions)} functions"
+            )
+        return self
+
+
+class GrpoConfig(Table):
+    """Group-relative policy optimization, with TRL's names."""
+
+    num_generations: int = Field(8, ge=2, le=1024)
+    """Completions per prompt (the group). More give a better baseline and cost sampling time; nothing must divide."""
+    prompts_per_step: int = Field(8, ge=1, le=4096)
+    """Prompts per inner step; a step samples prompts_per_step x num_generations completions."""
+    max_completion_length: int = Field(512, ge=1, le=65_536)
+    """Completion limit in tokens. Too low cuts answers off (watch `truncated`); time and memory grow with it."""
+    micro_batch_size: int = Field(0, ge=0)
+    """Completions per forward and backward pass, 0 for all at once. Bounds memory; never changes the loss."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Sampling temperature, also applied to the trainer's log-probs. Lower explores less."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the most likely tokens up to this mass. Below 1 the sampler is not the trainer."""
+    top_k: int = Field(0, ge=0)
+    """Keep only this many most likely tokens, 0 for all. Above 0 the sampler is not the trainer."""
+    learning_rate: float = Field(1e-6, gt=0, le=1)
+    """Inner AdamW step size. LoRA wants about ten times more than full fine-tuning; too high collapses the policy."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient's L2 norm is clipped to this."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL term against the base model. 0 saves the reference forward pass; above 0 keeps the policy near."""
+    use_bias_correction_kl: bool = True
+    """Weight the KL estimate by the importance ratio, so that it stays unbiased off-policy."""
+    num_iterations: int = Field(1, ge=1, le=64)
+    """Optimizer steps per batch of rollouts. More reuse samples and drift off-policy."""
+    epsilon: float = Field(0.2, gt=0)
+    """Lower clip range of the importance ratio."""
+    epsilon_high: float | None = Field(None, gt=0)
+    """Upper clip range; absent means `epsilon`. DAPO uses 0.28; for "cispo" it is the cap itself, about 5."""
+    delta: float | None = Field(None, gt=0)
+    """Cap on the unclipped ratio (two-sided clipping); must exceed 1 + epsilon_high. Absent means none."""
+    loss_type: LossType = "dapo"
+    """Which objective and normalizer: "dapo" divides by all completion tokens, "grpo" averages per sequence first,
+    "dr_grpo" divides by the fixed length limit, "bnpo" equals "dapo" here (the whole step is one batch)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio per token, or one per sequence (GSPO; use it with loss_type "grpo" and epsilons near 3e-4)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit the length limit out of the loss."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """SAPO: gate temperature for positive advantages."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """SAPO: gate temperature for the others."""
+    vespo_k_pos: float = 2.0
+    """VESPO: power of the gamma weight, advantages >= 0."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """VESPO: decay of the gamma weight, advantages >= 0."""
+    vespo_k_neg: float = 3.0
+    """VESPO: power of the gamma weight, advantages < 0."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """VESPO: decay of the gamma weight, advantages < 0."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Drop sequences with negative advantage whose mean KL from the sampler exceeds this. Absent means keep all."""
+    vllm_importance_sampling_correction: Literal["auto"] | bool = "auto"
+    """Weight the loss by trainer / sampler probability. "auto": on whenever the sampler is not the trainer
+    (top-p, top-k, 16-bit weights, or samples from elsewhere)."""
+    vllm_importance_sampling_mode: CorrectionMode = "sequence_mask"
+    """Weight per token or per sequence, and whether one beyond the bounds is cut to them or drops its part."""
+    vllm_importance_sampling_clip_max: float | None = Field(3.0, gt=0)
+    """Upper bound of that weight."""
+    vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
+    """Lower bound of that weight; absent means none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GrpoConfig:
+        if self.delta is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta = {self.delta} must exceed 1 + epsilon_high = {1 + self.clip_high}"
+            )
+        if self.loss_type == "vespo" and self.importance_sampling_level != "token":
+            raise ValueError(
+                'loss_type = "vespo" needs importance_sampling_level = "token"'
+            )
+        if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
+            raise ValueError(
+                'loss_type = "luspo" needs importance_sampling_level = "sequence"'
+            )
+        if (
+            self.loss_type == "vespo"
+            and not self.vllm_importance_sampling_mode.startswith("token")
+        ):
+            if self.vllm_importance_sampling_correction is True:
+                raise ValueError(
+                    'loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."'
+                )
+        return self
+
+    @property
+    def clip_high(self) -> float:
+        """`epsilon_high` or, where that is absent, `epsilon`."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class WarmupConfig(Table):
+    """A short supervised stage on prompt -> answer pairs before RL, run once by the founder of the run."""
+
+    steps: int = Field(0, ge=0, le=1_000_000)
+    """Optimizer steps; 0 means no warm-up. Too many leave RL nothing to learn."""
+    seconds_max: float = Field(60.0, gt=0)
+    """Ends the stage early after this time."""
+    learning_rate: float = Field(1e-3, gt=0, le=1)
+    """AdamW step size of the stage."""
+    batch_size: int = Field(64, ge=1, le=4096)
+    """Pairs per step."""
+    target_reward: float | None = Field(None, gt=0, le=1)
+    """Stop as soon as the sampled reward on training prompts reaches this, so that RL keeps room. Absent: do not look."""
