@@ -53,9 +53,7 @@ def group_advantages(
         ValueError: the sizes do not sum to the number of rewards.
     """
     if sum(group_sizes) != len(rewards):
-        raise ValueError(
-            f"group sizes sum to {sum(group_sizes)}, {len(rewards)} rewards"
-        )
+        raise ValueError(f"group sizes sum to {sum(group_sizes)}, {len(rewards)} rewards")
     flat = np.array(
         [math.nan if r is None or not math.isfinite(r) else float(r) for r in rewards],
         dtype=np.float64,
@@ -74,9 +72,7 @@ def group_advantages(
         else:
             centred = present - present.mean()
             if scale != "none":
-                centred = centred / (
-                    (_std(present) if scale == "group" else batch_std) + SCALE_EPSILON
-                )
+                centred = centred / ((_std(present) if scale == "group" else batch_std) + SCALE_EPSILON)
             values[start : start + size][known] = centred
             has_signal[start : start + size] = True
         start += size

@@ -12,17 +12,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
-CorrectionMode = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 class Table(BaseModel):
     """A frozen table whose unknown keys are errors and whose field docstrings are the descriptions."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class TinyConfig(Table):
@@ -40,9 +36,7 @@ class TinyConfig(Table):
     @model_validator(mode="after")
     def _divides(self) -> TinyConfig:
         if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden = {self.hidden} must be a multiple of 2 x heads = {2 * self.heads}"
-            )
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of 2 x heads = {2 * self.heads}")
         return self
 
 
@@ -101,9 +95,7 @@ class TaskConfig(Table):
     @model_validator(mode="after")
     def _has_prompt(self) -> TaskConfig:
         if "{prompt}" not in self.prompt_template:
-            raise ValueError(
-                f"prompt_template = {self.prompt_template!r} must contain {{prompt}}"
-            )
+            raise ValueError(f"prompt_template = {self.prompt_template!r} must contain {{prompt}}")
         return self
 
 
@@ -121,15 +113,11 @@ class RewardsConfig(Table):
     @model_validator(mode="after")
     def _lengths(self) -> RewardsConfig:
         if not self.functions:
-            raise ValueError(
-                "functions is empty: name at least one, for example 'task'"
-            )
+            raise ValueError("functions is empty: name at least one, for example 'task'")
         if len(set(self.functions)) != len(self.functions):
             raise ValueError(f"functions = {self.functions} names one function twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"{len(self.weights)} weights for {len(self.functions)} functions"
-            )
+            raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
         return self
 
 
@@ -210,25 +198,14 @@ class GrpoConfig(Table):
     @model_validator(mode="after")
     def _consistent(self) -> GrpoConfig:
         if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(
-                f"delta = {self.delta} must exceed 1 + epsilon_high = {1 + self.clip_high}"
-            )
+            raise ValueError(f"delta = {self.delta} must exceed 1 + epsilon_high = {1 + self.clip_high}")
         if self.loss_type == "vespo" and self.importance_sampling_level != "token":
-            raise ValueError(
-                'loss_type = "vespo" needs importance_sampling_level = "token"'
-            )
+            raise ValueError('loss_type = "vespo" needs importance_sampling_level = "token"')
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
-            raise ValueError(
-                'loss_type = "luspo" needs importance_sampling_level = "sequence"'
-            )
-        if (
-            self.loss_type == "vespo"
-            and not self.vllm_importance_sampling_mode.startswith("token")
-        ):
+            raise ValueError('loss_type = "luspo" needs importance_sampling_level = "sequence"')
+        if self.loss_type == "vespo" and not self.vllm_importance_sampling_mode.startswith("token"):
             if self.vllm_importance_sampling_correction is True:
-                raise ValueError(
-                    'loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."'
-                )
+                raise ValueError('loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."')
         return self
 
     @property

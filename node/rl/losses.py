@@ -104,29 +104,19 @@ def policy_loss(
     elif importance_sampling_level == "sequence":
         ratio = torch.exp(log_ratio.sum(-1, keepdim=True) / lengths)  # [B, 1]
     else:
-        raise ValueError(
-            f"importance_sampling_level {importance_sampling_level!r}: expected 'token' or 'sequence'"
-        )
+        raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: expected 'token' or 'sequence'")
 
     if loss_type == "cispo":
         loss = -ratio.clamp(max=high).detach() * adv * logps
         clipped = (ratio > high) & (adv > 0)
     elif loss_type == "sapo":
-        gate = torch.where(adv > 0, sapo_temperature_pos, sapo_temperature_neg).to(
-            logps.dtype
-        )
+        gate = torch.where(adv > 0, sapo_temperature_pos, sapo_temperature_neg).to(logps.dtype)
         loss = -torch.sigmoid(gate * (ratio - 1)) * (4 / gate) * adv
         clipped = torch.zeros_like(ratio, dtype=torch.bool)
     elif loss_type == "vespo":
         power = torch.where(adv >= 0, vespo_k_pos, vespo_k_neg).to(logps.dtype)
-        decay = torch.where(adv >= 0, vespo_lambda_pos, vespo_lambda_neg).to(
-            logps.dtype
-        )
-        loss = (
-            -_gamma_weight(log_ratio, importance_weights, keep, power, decay)
-            * adv
-            * logps
-        )
+        decay = torch.where(adv >= 0, vespo_lambda_pos, vespo_lambda_neg).to(logps.dtype)
+        loss = -_gamma_weight(log_ratio, importance_weights, keep, power, decay) * adv * logps
         clipped = torch.zeros_like(ratio, dtype=torch.bool)
     elif loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         bounded = ratio.clamp(1 - epsilon, 1 + high)
@@ -142,14 +132,10 @@ def policy_loss(
             (old if sampler_logps is None else sampler_logps) - logps.detach(),
             zero,
         )
-        drift = torch.nan_to_num(
-            drift, nan=0.0
-        )  # a token the sampler could not score is no evidence
+        drift = torch.nan_to_num(drift, nan=0.0)  # a token the sampler could not score is no evidence
         near = drift.sum(-1, keepdim=True) / lengths <= off_policy_mask_threshold
         loss = torch.where((adv >= 0) | near, loss, zero)
-    if (
-        importance_weights is not None and loss_type != "vespo"
-    ):  # VESPO has it inside its weight
+    if importance_weights is not None and loss_type != "vespo":  # VESPO has it inside its weight
         loss = loss * importance_weights
     kl = zero
     if beta and ref_logps is not None:
@@ -203,17 +189,13 @@ def importance_weights(
         ValueError: unknown mode.
     """
     zero = torch.zeros((), dtype=trainer_logps.dtype, device=trainer_logps.device)
-    gap = torch.nan_to_num(
-        torch.where(mask.bool(), trainer_logps - sampler_logps, zero), nan=0.0
-    )
+    gap = torch.nan_to_num(torch.where(mask.bool(), trainer_logps - sampler_logps, zero), nan=0.0)
     level, _, bound = mode.partition("_")
     if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
         raise ValueError(f"unknown importance-sampling mode {mode!r}")
     ratio = torch.exp(gap.sum(-1, keepdim=True) if level == "sequence" else gap)
     if bound == "truncate":
-        return (
-            ratio if cap is None and floor is None else ratio.clamp(min=floor, max=cap)
-        )
+        return ratio if cap is None and floor is None else ratio.clamp(min=floor, max=cap)
     outside = torch.zeros_like(ratio, dtype=torch.bool)
     if cap is not None:
         outside |= ratio > cap
@@ -234,9 +216,7 @@ def _gamma_weight(
     log_w = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).sum(-1, keepdim=True)
     if weights is not None:
         # A weight of 0 (masked) becomes the smallest log weight, which drives the result to 0.
-        log_w = log_w + torch.log(weights).clamp(LOG_WEIGHT_MIN, LOG_RATIO_BOUND).sum(
-            -1, keepdim=True
-        )
+        log_w = log_w + torch.log(weights).clamp(LOG_WEIGHT_MIN, LOG_RATIO_BOUND).sum(-1, keepdim=True)
     log_w = log_w.clamp(LOG_WEIGHT_MIN, LOG_RATIO_BOUND)
     phi = torch.exp(decay + power * log_w - decay * torch.exp(log_w))
     return torch.nan_to_num(phi, nan=0.0, posinf=0.0, neginf=0.0)

@@ -41,9 +41,7 @@ def test_a_group_of_nones_is_skipped():
 def test_batch_scaling_uses_one_deviation():
     rewards = [0.0, 1.0, 0.0, 10.0]
     result = group_advantages(rewards, [2, 2], scale="batch")
-    assert result.values == pytest.approx(
-        np.array([-0.5, 0.5, -5, 5]) / (np.std(rewards, ddof=1) + 1e-4)
-    )
+    assert result.values == pytest.approx(np.array([-0.5, 0.5, -5, 5]) / (np.std(rewards, ddof=1) + 1e-4))
 
 
 def test_sizes_must_add_up():

@@ -8,9 +8,7 @@ import torch
 
 from shoal.node.rl.losses import BatchTotals, importance_weights, policy_loss
 
-ORACLE = json.loads(
-    (Path(__file__).parents[2] / "data" / "grpo_losses.json").read_text()
-)
+ORACLE = json.loads((Path(__file__).parents[2] / "data" / "grpo_losses.json").read_text())
 NAMES = {
     "level": "importance_sampling_level",
     "eps": "epsilon",
@@ -33,9 +31,7 @@ def test_reference_values(case):
     mode = options.pop("mode", None)
     weights = None
     if mode:
-        weights = importance_weights(
-            t["old_logps"], t["sampler_logps"], t["mask"], mode=mode, cap=1.2
-        )
+        weights = importance_weights(t["old_logps"], t["sampler_logps"], t["mask"], mode=mode, cap=1.2)
     logps = t["logps"].requires_grad_()
     loss, _ = policy_loss(
         logps,
@@ -53,9 +49,7 @@ def test_reference_values(case):
     assert logps.grad[0].tolist() == pytest.approx(case["grad_first_row"], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
-)
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"])
 def test_micro_batches_sum_to_the_whole(loss_type):
     t = tensors()
     level = "sequence" if loss_type == "luspo" else "token"
@@ -89,20 +83,14 @@ def test_nothing_leaks_from_padding(loss_type, poison):
     t = tensors()
     pad = t["mask"] == 0
     clean = t["logps"].clone().requires_grad_()
-    dirty = torch.where(
-        pad, torch.tensor(poison, dtype=torch.float64), t["logps"]
-    ).requires_grad_()
+    dirty = torch.where(pad, torch.tensor(poison, dtype=torch.float64), t["logps"]).requires_grad_()
     results = []
     for logps in (clean, dirty):
         others = [
-            torch.where(pad, torch.tensor(poison, dtype=torch.float64), t[k])
-            if logps is dirty
-            else t[k]
+            torch.where(pad, torch.tensor(poison, dtype=torch.float64), t[k]) if logps is dirty else t[k]
             for k in ("old_logps", "ref_logps", "sampler_logps")
         ]
-        weights = importance_weights(
-            others[0], others[2], t["mask"], mode="token_truncate", cap=1.2
-        )
+        weights = importance_weights(others[0], others[2], t["mask"], mode="token_truncate", cap=1.2)
         loss, _ = policy_loss(
             logps, others[0], t["advantages"], t["mask"], ref_logps=others[1], importance_weights=weights,
             loss_type=loss_type, beta=0.04, off_policy_mask_threshold=0.1,
@@ -111,18 +99,14 @@ def test_nothing_leaks_from_padding(loss_type, poison):
         results.append((loss.item(), logps.grad.clone()))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(
-        results[1][1][pad], torch.zeros(int(pad.sum()), dtype=torch.float64)
-    )
+    assert torch.equal(results[1][1][pad], torch.zeros(int(pad.sum()), dtype=torch.float64))
 
 
 def test_unknown_sampler_logprob_means_no_correction():
     t = tensors()
     sampler = t["sampler_logps"].clone()
     sampler[0, 1] = float("nan")
-    weights = importance_weights(
-        t["old_logps"], sampler, t["mask"], mode="token_truncate", cap=1.2
-    )
+    weights = importance_weights(t["old_logps"], sampler, t["mask"], mode="token_truncate", cap=1.2)
     assert weights[0, 1] == 1.0
 
 
@@ -130,12 +114,8 @@ def test_weights_are_bounded_or_dropped():
     trainer = torch.tensor([[0.0, -3.0]])
     sampler = torch.tensor([[-3.0, 0.0]])
     mask = torch.ones(1, 2)
-    cut = importance_weights(
-        trainer, sampler, mask, mode="token_truncate", cap=2.0, floor=0.5
-    )
-    dropped = importance_weights(
-        trainer, sampler, mask, mode="token_mask", cap=2.0, floor=0.5
-    )
+    cut = importance_weights(trainer, sampler, mask, mode="token_truncate", cap=2.0, floor=0.5)
+    dropped = importance_weights(trainer, sampler, mask, mode="token_mask", cap=2.0, floor=0.5)
     assert cut.tolist() == [[2.0, 0.5]]
     assert dropped.tolist() == [[0.0, 0.0]]
     with pytest.raises(ValueError, match="unknown importance-sampling mode"):
