@@ -19,6 +19,7 @@ from .config import TinyConfig
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "\n" + "".join(chr(c) for c in range(32, 127))  # printable ASCII; anything else is <unk>
 POSITIONS_MAX = 1024  # tokens of prompt and completion together
+INIT_GAIN = 0.3  # of the usual 1 / sqrt(fan-in): from larger weights the model memorizes before it generalizes
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -62,7 +63,7 @@ def build_model(config: TinyConfig, *, seed: int, vocab_size: int) -> LlamaForCa
                 parameter.fill_(1.0)  # norm scales
             else:
                 fan_in = parameter.shape[1] if "embed" not in name else config.hidden
-                parameter.copy_(portable_uniform(tuple(parameter.shape), math.sqrt(3 / fan_in), seed, name))
+                parameter.copy_(portable_uniform(tuple(parameter.shape), INIT_GAIN * math.sqrt(3 / fan_in), seed, name))
     return model
 
 
