@@ -17,7 +17,7 @@ to `order[a mod n]`, its convener. `handle(now, event)` returns actions, to be c
 
 Next attempt. A phase deadline passes, the convener is known dead, or the attempt cannot get a majority any more: the member
 goes to the next attempt whose convener is neither dead nor was found silent, and tells everybody (Convene). Others follow
-it at once only if their own attempt is lost anyway: its convener has left it, or too many are dead or ahead for a majority,
+it at once only if their own attempt is lost anyway: its convener has left it, or too many are dead, silent or ahead for a majority,
 or a roster with a majority on it proves the higher attempt. So one fast clock cannot break an attempt that works, and
 peers whose attempts cannot work meet in the highest one. Waits grow with the attempt until they overlap long enough.
 
@@ -32,7 +32,8 @@ Split. When half or more of the electorate is dead in the convener's view it may
 half of the others; a roster of half of the electorate or less marks the attempt as split to everybody, members vote
 in it only if they see the same deaths, and such votes are kept apart from others (ballot_rules.binding). So a split can
 disagree with a majority but never makes two majorities disagree. A split commit that reaches a peer which might still
-be part of a deciding majority is held back, and its value preferred when nothing binds.
+be part of a deciding majority is held back until that majority has let a deadline pass, and its value preferred when
+nothing binds.
 
 Observers (not in the electorate) show themselves to all members until they see the commit; a convener names those it
 heard of lately as joiners. They are never counted and never waited for.
@@ -485,11 +486,14 @@ class Ballot:
         ahead = self._ahead()
         if not ahead:
             return
+        # Who has taken a split's commit votes no more. The silent may speak again, but not because they are waited for.
+        gone = self._dead | self._silent | ahead.keys() | {p for _, takers in self._splits.values() for p in takers}
+        able = self.electorate - gone | {self.me}
         if self.convener in ahead:
             self._enter(max(ahead.values()), "its convener has left the attempt")
-        elif not is_majority(len(self.electorate - self._dead - ahead.keys()), len(self.electorate)):
+        elif not is_majority(len(able), len(self.electorate)):
             self._enter(
-                max(ahead.values()), f"{len(ahead)} ahead, {len(self._dead & self.electorate)} dead: no majority left"
+                max(ahead.values()), f"{len(ahead)} ahead, {len(able)} of {len(self.electorate)} left: no majority"
             )
 
     def _ahead(self) -> dict[str, int]:
@@ -691,7 +695,12 @@ class Ballot:
         mine = [vote.value for vote in (self._record.voted, self._record.voted_split) if vote is not None]
         for commit, takers in self._splits.values():
             if may_accept_split(
-                commit, me=self.me, electorate=self.electorate, dead=self._dead, decided=takers, votes=mine
+                commit,
+                me=self.me,
+                electorate=self.electorate,
+                gone=self._dead | self._silent,
+                decided=takers,
+                votes=mine,
             ):
                 return self._decide(commit, "a split committed it and no majority is left to disagree", passed_by="")
         return None

@@ -219,16 +219,16 @@ def may_accept_split(
     *,
     me: str,
     electorate: Collection[str],
-    dead: Collection[str],
+    gone: Collection[str],
     decided: Collection[str],
     votes: Iterable[Value],
 ) -> bool:
     """Whether a split commit can be taken as the round's decision although this member's view was not asked.
 
     It can when those that might still decide otherwise are no majority: who neither signed it, nor is known to have taken it
-    (`decided`), nor is dead, and this member itself when it voted (`votes`) for another value.
+    (`decided`), nor is dead or silent (`gone`), and this member itself when it voted (`votes`) for another value.
     """
-    open_ = {p for p in electorate if p not in commit.signers and p not in dead and p not in decided and p != me}
+    open_ = {p for p in electorate if p not in commit.signers and p not in gone and p not in decided and p != me}
     if any(value != commit.value for value in votes):
         open_.add(me)
     return not is_majority(len(open_), len(electorate))
