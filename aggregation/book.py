@@ -1,0 +1,160 @@
+"""The residual, derived and to the bit: `residual = learned - own dots in the adopted state - damped` (invariant 3).
+
+Everything is int64 [d] in units of 2^-40, so that the law is an equality of integers. Nothing is subtracted when an update
+is *sent*: only when the swarm *adopted* it. An update that was dropped, voided, or lost with a branch is therefore back in
+the residual by itself.
+
+The book keeps own updates by dot until they are settled (their fate known everywhere); then they are folded into a
+baseline and forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..protocol.version import Dot
+from .compress import Sparse
+from .merge import UNIT
+
+
+@dataclass
+class _Own:
+    """One own update in 2^-40 units. `indices` None: dense. `returned`: mass taken out as damped when it was lost."""
+
+    indices: np.ndarray | None
+    fixed: np.ndarray
+    adopted: bool = False
+
+
+def to_fixed(values: np.ndarray) -> np.ndarray:
+    """rint(f64(value) * 2^40) as int64. Raises ValueError on a non-finite value or one of 2^22 and more."""
+    wide = values.astype(np.float64)
+    if not (np.abs(wide) < 2.0**22).all():
+        raise ValueError("a value is not finite or too large to be booked")
+    return np.rint(wide * UNIT).astype(np.int64)
+
+
+class Book:
+    """What one peer has learned and what the swarm has of it. Not thread-safe; one user at a time."""
+
+    def __init__(self, d: int) -> None:
+        self.d = d
+        self._learned = np.zeros(d, np.int64)
+        self._settled = np.zeros(d, np.int64)
+        self._damped = np.zeros(d, np.int64)
+        self._own: dict[Dot, _Own] = {}
+
+    # ------------------------------------------------------------------------------------------------ entries
+
+    def learn(self, delta: np.ndarray) -> None:
+        """Inner steps came to fp32 [d] `delta`. Raises ValueError (and books nothing) when it is not finite."""
+        if delta.shape != (self.d,):
+            raise ValueError(f"delta of shape {delta.shape}, the book has ({self.d},)")
+        self._learned += to_fixed(delta)
+
+    def record(self, dot: Dot, update: Sparse | np.ndarray) -> None:
+        """An own update as decoded (or a dense fp32 [d]). Recording the same dot again changes nothing."""
+        if dot in self._own:
+            return
+        if isinstance(update, Sparse):
+            self._own[dot] = _Own(update.indices, to_fixed(update.values))
+        else:
+            self._own[dot] = _Own(None, to_fixed(update))
+
+    def adopt(self, dot: Dot) -> None:
+        """The state holds this own update. Twice counts once. Raises KeyError for a dot that is not on record."""
+        self._own[dot].adopted = True
+
+    def unadopt(self, dot: Dot) -> None:
+        """The state that held it lost a conflict."""
+        self._own[dot].adopted = False
+
+    def damp(self, dot: Dot, part: int, whole: int) -> None:
+        """Book part/whole of an update's mass as damped: it counts neither as adopted nor as owed."""
+        if not 0 <= part <= whole or whole < 1:
+            raise ValueError(f"cannot damp {part}/{whole} of an update")
+        own = self._own[dot]
+        mass = (own.fixed.astype(object) * part // whole).astype(np.int64) if own.fixed.size else own.fixed
+        self._put(self._damped, own, mass)
+
+    def settle(self, dots: Iterable[Dot]) -> None:
+        """Their fate is known everywhere: fold what was adopted into the baseline and forget the updates."""
+        for dot in list(dots):
+            own = self._own.pop(dot, None)
+            if own is not None and own.adopted:
+                self._put(self._settled, own, own.fixed)
+
+    # ------------------------------------------------------------------------------------------------ readers
+
+    def knows(self, dot: Dot) -> bool:
+        return dot in self._own
+
+    def adopted(self, dot: Dot) -> bool:
+        return dot in self._own and self._own[dot].adopted
+
+    def dots(self) -> list[Dot]:
+        """Own updates on record, in order."""
+        return sorted(self._own)
+
+    def residual(self) -> np.ndarray:
+        """int64 [d]."""
+        residual = self._learned - self._settled - self._damped
+        for own in self._own.values():
+            if own.adopted:
+                self._put(residual, own, -own.fixed)
+        return residual
+
+    def residual_f64(self) -> np.ndarray:
+        """fp64 [d]."""
+        return self.residual().astype(np.float64) / UNIT
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """int64 [d] each: learned, adopted, damped. The law: residual = learned - adopted - damped."""
+        adopted = self._settled.copy()
+        for own in self._own.values():
+            if own.adopted:
+                self._put(adopted, own, own.fixed)
+        return {"learned": self._learned.copy(), "adopted": adopted, "damped": self._damped.copy()}
+
+    @staticmethod
+    def _put(target: np.ndarray, own: _Own, mass: np.ndarray) -> None:
+        if own.indices is None:
+            target += mass
+        else:
+            target[own.indices] += mass
+
+    # ------------------------------------------------------------------------------------------------ checkpoint
+
+    def to_arrays(self) -> dict[str, np.ndarray | bytes]:
+        """Everything, for a checkpoint."""
+        arrays: dict[str, np.ndarray | bytes] = {
+            "learned": self._learned.copy(),
+            "settled": self._settled.copy(),
+            "damped": self._damped.copy(),
+        }
+        index = []
+        for number, (dot, own) in enumerate(sorted(self._own.items())):
+            index.append([dot.peer, dot.incarnation, dot.seq, own.adopted, own.indices is not None])
+            arrays[f"own/{number}/fixed"] = own.fixed
+            if own.indices is not None:
+                arrays[f"own/{number}/indices"] = own.indices
+        arrays["index"] = json.dumps(index).encode()
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray | bytes]) -> Book:
+        """Inverse of `to_arrays`. Raises KeyError or ValueError when something is missing or misshapen."""
+        book = cls(len(arrays["learned"]))
+        for name in ("learned", "settled", "damped"):
+            setattr(book, f"_{name}", np.array(arrays[name], np.int64))
+        for number, (peer, incarnation, seq, adopted, sparse) in enumerate(json.loads(bytes(arrays["index"]))):
+            indices = np.array(arrays[f"own/{number}/indices"], np.int64) if sparse else None
+            fixed = np.array(arrays[f"own/{number}/fixed"], np.int64)
+            if fixed.shape != (indices.shape if indices is not None else (book.d,)):
+                raise ValueError(f"own update {number} has {fixed.shape} values")
+            book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted)
+        return book

@@ -1,0 +1,311 @@
+"""`shoal demo`: a whole swarm on this machine, with real processes, real sockets and one real death.
+
+Covers: writing the configuration, starting the peers, printing the reward as it goes, killing one peer with SIGKILL in the
+middle of an exchange and starting it again, comparing all states at the end. Does not cover: any networking or training of
+its own; everything it knows it reads from the peers' control sockets and metrics files, as any user could.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..protocol.errors import ExitCode, ShoalError
+from .commands.demo_options import DemoOptions
+from .observe.control import call
+from .rl.config import demo_defaults
+from .store.metrics import read_metrics
+
+POLL_SECONDS = 0.25
+# No phase below has a fixed budget while something moves; these bound the time in which *nothing* moves.
+STALL_SECONDS = 180.0
+LEAVE_SECONDS = 30.0
+
+
+@dataclass
+class DemoPeer:
+    """One child process and what was last heard of it."""
+
+    index: int
+    data_dir: Path
+    process: asyncio.subprocess.Process | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    peer_id: str = ""
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    async def refresh(self) -> bool:
+        """Ask for the status; False when the peer does not answer (yet)."""
+        try:
+            self.status = await call(self.data_dir / "control.sock", "status", {}, timeout_s=5.0)
+        except (ShoalError, OSError, asyncio.TimeoutError):
+            return False
+        self.peer_id = self.status.get("peer_id", self.peer_id)
+        return True
+
+
+class Demo:
+    """Runs the peers of one demonstration; `run` returns the summary that `--json` prints."""
+
+    def __init__(self, options: DemoOptions, directory: Path) -> None:
+        self.options = options
+        self.directory = directory
+        self.defaults = demo_defaults(peers=options.peers)
+        self.rounds: int = options.rounds or self.defaults["rounds"]
+        self.peers = [DemoPeer(i, directory / f"peer{i}") for i in range(options.peers)]
+        self.printed_round = 0
+        self.killed_round = 0
+        self.kill_round = max(2, self.rounds // 3) if options.kill and options.peers > 2 and self.rounds > 3 else 0
+        self.moved_at = time.monotonic()
+        self.moved_what: object = None
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _config_text(self) -> str:
+        tables = self.defaults["run"]
+        lines = ["[run]", f"seed = {self.options.seed}", 'name = "demo"']
+        sync = {
+            **tables.get("sync", {}),
+            "mode": self.options.mode,
+            "rounds_max": self.rounds,
+        }
+        for name, table in {**tables, "sync": sync, "membership": {"preset": "local"}}.items():
+            lines += [f"[run.{name}]", *(f"{k} = {toml_value(v)}" for k, v in table.items())]
+        lines.insert(3, f'compression = "{self.options.compression or self.defaults["compression"]}"')
+        return "\n".join(lines) + "\n"
+
+    async def _start(self, peer: DemoPeer, arguments: list[str], **extra: str) -> None:
+        peer.data_dir.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "SHOAL_NODE__DATA_DIR": str(peer.data_dir),
+            "SHOAL_NODE__LISTEN": "127.0.0.1",
+            "SHOAL_NODE__PORT": "0",
+            "SHOAL_NODE__ANNOUNCE": "",
+            "SHOAL_NODE__THREADS": "1",
+            "SHOAL_NODE__LAN_DISCOVERY": "false",
+            "SHOAL_NODE__EXIT_WHEN_FINISHED": "false",
+            **extra,
+        }
+        with open(peer.data_dir / "output.log", "ab") as output:
+            peer.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "shoal.node.cli", *arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    async def _founder(self) -> str:
+        config = self.directory / "demo.toml"
+        config.write_text(self._config_text())
+        await self._start(self.peers[0], ["up", "--config", str(config)])
+        self._say("warming up: a short supervised stage, so that reinforcement learning has answers to reward")
+        while True:
+            await self._watch()
+            if self.peers[0].status.get("ready"):
+                invite = await call(self.peers[0].data_dir / "control.sock", "invite", {}, timeout_s=5.0)
+                return str(invite["invite"])
+
+    async def _watch(self) -> None:
+        """One poll of everybody. Raises ShoalError when a peer ended by itself or nothing moves any more."""
+        await asyncio.sleep(POLL_SECONDS)
+        running = [p for p in self.peers if p.running]
+        await asyncio.gather(*(p.refresh() for p in running))
+        for peer in self.peers:
+            if peer.process is not None and not peer.running and peer.process.returncode != -signal.SIGKILL:
+                tail = (peer.data_dir / "output.log").read_text(errors="replace")[-1500:]
+                raise ShoalError(
+                    f"peer {peer.index} ended by itself",
+                    values=f"exit code {peer.process.returncode}, expected it to run; its last output:\n{tail}",
+                    todo=f"read {peer.data_dir}/output.log",
+                )
+        moved = [(p.index, p.status.get("round"), p.status.get("phase"), p.status.get("samples")) for p in running]
+        if moved != self.moved_what:
+            self.moved_what, self.moved_at = moved, time.monotonic()
+        elif time.monotonic() - self.moved_at > STALL_SECONDS:
+            raise ShoalError(
+                "the demo stalled",
+                values=f"no peer reported progress for {STALL_SECONDS:.0f} s; last seen {moved}",
+                todo=f"read the logs below {self.directory}",
+            )
+        self._print_rounds()
+
+    def _print_rounds(self) -> None:
+        alive = [p for p in self.peers if p.running and p.status]
+        done = min((int(p.status.get("round", 0)) for p in alive), default=0)
+        for round_ in range(self.printed_round + 1, done + 1):
+            records = [r for p in self.peers for r in read_metrics(p.data_dir) if r.get("round") == round_]
+            rewards = [(r["reward"], r["samples"]) for r in records if r.get("samples")]
+            samples = sum(n for _, n in rewards)
+            reward = sum(x * n for x, n in rewards) / samples if samples else float("nan")
+            updates = max((int(r.get("updates", 0)) for r in records), default=0)
+            bar = "█" * round(30 * max(0.0, reward)) if reward == reward else ""
+            self._say(
+                f"round {round_:3d}/{self.rounds}  reward {reward:5.3f} {bar:<30}  {updates} updates, {samples} samples"
+            )
+            self.printed_round = round_
+
+    # ------------------------------------------------------------------------------------------------ the story
+
+    async def run(self) -> dict[str, Any]:
+        invite = await self._founder()
+        self._say(f"peer 0 is up: {self.peers[0].peer_id}")
+        victim = self.peers[-1]
+        for peer in self.peers[1:]:
+            hold = {"SHOAL_NODE__TEST_HOLD": f"exchanging@{self.kill_round}"} if self.kill_round and peer is victim else {}
+            await self._start(peer, ["join", invite], **hold)
+        while not all(p.status.get("ready") for p in self.peers):
+            await self._watch()
+        self._say(f"{len(self.peers)} peers are ready; training starts")
+        started = time.monotonic()
+        for peer in self.peers:
+            await call(peer.data_dir / "control.sock", "start", {}, timeout_s=10.0)
+        restarted = False
+        while not all(p.status.get("finished") for p in self.peers if p.running):
+            await self._watch()
+            if self.kill_round and not self.killed_round and (victim.data_dir / "holding").exists():
+                self.killed_round = self.kill_round
+                assert victim.process is not None
+                victim.process.send_signal(signal.SIGKILL)
+                await victim.process.wait()
+                victim.status = {}
+                self._say(f"killed peer {victim.index} in the middle of the exchange of round {self.kill_round}")
+            lead = max(int(p.status.get("round", 0)) for p in self.peers)
+            if self.killed_round and not restarted and lead >= self.killed_round + 1:
+                restarted = True
+                (victim.data_dir / "holding").unlink(missing_ok=True)
+                await self._start(victim, ["up"])
+                self._say(f"started peer {victim.index} again, from its own disk")
+        seconds = time.monotonic() - started
+        return await self._summary(seconds)
+
+    async def _summary(self, seconds: float) -> dict[str, Any]:
+        for peer in self.peers:
+            await peer.refresh()
+        records = {p.peer_id: read_metrics(p.data_dir) for p in self.peers}
+        everything = [r for rs in records.values() for r in rs]
+
+        def reward_of(round_: int) -> float:
+            pairs = [(r["reward"], r["samples"]) for r in everything if r["round"] == round_ and r.get("samples")]
+            return sum(x * n for x, n in pairs) / max(1, sum(n for _, n in pairs))
+
+        hashes = {p.peer_id: p.status["state_hash"] for p in self.peers}
+        vectors = {p.status["vector_hash"] for p in self.peers}
+        evaluations = [r for r in records[self.peers[0].peer_id] if "accuracy" in r]
+        d = int(self.peers[0].status["parameters"])
+        totals = {name: sum(int(p.status["bytes"][name]) for p in self.peers) for name in ("round", "state", "control")}
+        # Each round's dense cost is for the peers that took part in it; the rejoined peer's missed rounds do not count.
+        rosters = {r["round"]: int(r["roster"]) for r in everything if "roster" in r}
+        return {
+            "peers": len(self.peers),
+            "rounds": self.rounds,
+            "mode": self.options.mode,
+            "compression": self.options.compression or self.defaults["compression"],
+            "parameters": d,
+            "reward_first": reward_of(min(r["round"] for r in everything if r.get("samples"))),
+            "reward_last": reward_of(self.rounds),
+            "accuracy_first": evaluations[0]["accuracy"] if evaluations else None,
+            "accuracy_last": evaluations[-1]["accuracy"] if evaluations else None,
+            "state_hashes": hashes,
+            "identical": len(set(hashes.values())) == 1 and len(vectors) == 1,
+            "killed": self.killed_round > 0,
+            "rejoined": self.killed_round > 0 and bool(self.peers[-1].status.get("finished")),
+            "bytes_sent": totals["round"] + totals["control"],
+            "bytes_state": totals["state"],
+            "bytes_dense": sum(2 * (n - 1) * 4 * d for n in rosters.values()),
+            "warmup_seconds": self.peers[0].status.get("warmup_seconds", 0.0),
+            "seconds": round(seconds, 1),
+        }
+
+    async def close(self) -> None:
+        """End every child: a clean leave first, then SIGKILL for whatever is left."""
+        running = [p for p in self.peers if p.running]
+        for peer in running:
+            assert peer.process is not None
+            peer.process.terminate()
+        waits = [asyncio.wait_for(p.process.wait(), LEAVE_SECONDS) for p in running if p.process is not None]
+        await asyncio.gather(*waits, return_exceptions=True)
+        for peer in running:
+            if peer.running and peer.process is not None:
+                peer.process.kill()
+                await peer.process.wait()
+
+
+def toml_value(value: object) -> str:
+    """A TOML literal for the plain values of a configuration table."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value)
+
+
+async def _run(options: DemoOptions, directory: Path) -> tuple[dict[str, Any], int]:
+    demo = Demo(options, directory)
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(demo.run())
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, task.cancel)
+    try:
+        summary = await task
+        return summary, ExitCode.OK if summary["identical"] else ExitCode.FAILED
+    finally:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
+        await demo.close()
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demonstration; returns the exit code. Prints one JSON line on stdout with `--json`."""
+    kept = options.directory is not None or options.keep
+    directory = Path(options.directory or tempfile.mkdtemp(prefix="shoal-demo-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    done = False
+    try:
+        summary, code = asyncio.run(_run(options, directory))
+        done = code == ExitCode.OK
+    except asyncio.CancelledError:
+        print("stopped; every peer was asked to leave", file=sys.stderr)
+        return 130
+    finally:
+        if done and not kept:
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            print(f"logs and states are in {directory}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(summary))
+    else:
+        print(describe(summary))
+    return int(code)
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary for a person."""
+    ratio = summary["bytes_dense"] / max(1, summary["bytes_sent"])
+    same = "identical on all peers" if summary["identical"] else "DIFFERENT"
+    accuracy = ""
+    if summary["accuracy_last"] is not None:
+        accuracy = f"; held-out greedy accuracy {summary['accuracy_first']:.2f} -> {summary['accuracy_last']:.2f}"
+    return "\n".join(
+        [
+            f"{summary['rounds']} rounds of {summary['peers']} peers in {summary['seconds']:.0f} s"
+            f" (after {summary['warmup_seconds']:.0f} s of supervised warm-up)",
+            f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}{accuracy}",
+            f"version vectors and state hashes: {same} ({next(iter(summary['state_hashes'].values()))[:16]}…)",
+            f"killed in the middle of an exchange: {summary['killed']}; came back and caught up: {summary['rejoined']}",
+            f"sent {summary['bytes_sent']:,} bytes in rounds; a dense fp32 ring would have sent"
+            f" {summary['bytes_dense']:,} ({ratio:.0f} x); state downloads {summary['bytes_state']:,} bytes",
+        ]
+    )

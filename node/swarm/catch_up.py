@@ -1,0 +1,224 @@
+"""Noticing that others are ahead or on another branch, and getting there.
+
+Theory of operation. Membership carries everybody's (round, lineage). Whoever shows a lineage that is not ours nor an
+ancestor of ours is asked for its commit records after a lineage of our own chain: first our tip, then further and further
+back, until the two chains meet. Every record is checked against the electorate of its base before it is kept. Then
+
+  * theirs continues ours: the rounds are applied one by one from the committed updates (`next_commit`), or the state is
+    downloaded when the gap is large or the updates are gone;
+  * theirs forks from ours: the rule of `CommitLog.resolve_conflict` decides, the same on both sides; the losers download
+    the winner's state, and their own lost work flows back damped;
+  * the fork is older than all records: the node stops and says what a person has to decide.
+
+Does not cover: the download itself (state_sync.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from ...protocol import limits
+from ...protocol.ballot_messages import Commit, Message
+from ...protocol.commit import CommitRecord, Winner, check_commit, electorate_after
+from ...protocol.errors import ExitCode, PeerFault, ShoalError
+from ...protocol.transport import Clock
+from ...protocol.wire_pb2 import CommitRequest, Envelope, Summary
+from .state import SharedState, weights_of
+
+if TYPE_CHECKING:
+    from .rounds import Rounds
+
+WATCH_SECONDS = 0.25
+# One request to one peer, and the time its answer may take before the next is asked.
+ASK_SECONDS = 1.0
+# A newcomer to a round that others have decided does not train on an old state; but nor does it wait for ever for news.
+SETTLE_SECONDS = 5.0
+# More rounds behind than this: downloading the state is cheaper than fetching every round's updates.
+REPLAY_ROUNDS_MAX = 16
+# Steps back along our own chain in search of the common record.
+BACKWARD = (0, 1, 2, 4, 8, 16, 31, 62, 124, 248, 496, 992)
+
+Download = Callable[[bytes | None, list[str], str], Awaitable[SharedState | None]]
+
+
+class CatchUp:
+    """Keeps one peer on the swarm's chain."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[str, Envelope], None],
+        summaries: Callable[[], dict[str, Summary]],
+        download: Download,
+        say: Callable[..., None],
+        conflicts_seen: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            summaries: latest summary of every live peer, itself not among them.
+            download: gets a state, of a named lineage or the newest, from the named peers.
+            conflicts_seen: counts and logs a conflict that a rule resolved.
+        """
+        self._clock = clock
+        self._post = post
+        self._summaries = summaries
+        self._download = download
+        self._say = say
+        self._conflict = conflicts_seen
+        self._rounds: Rounds | None = None
+        self._root_electorate: frozenset[str] = frozenset()
+        self._asked: dict[str, tuple[float, int]] = {}  # peer → (when, which step back)
+        self._lost: set[bytes] = set()  # lineages that lost against ours
+
+    # ------------------------------------------------------------------------------------------------ readers
+
+    def behind(self) -> dict[str, Summary]:
+        """Peers whose state is not an ancestor of ours (ahead of us, or on another branch that has not lost)."""
+        rounds = self._rounds
+        if rounds is None:
+            return {}
+        state = rounds.state
+        return {
+            peer: s
+            for peer, s in self._summaries().items()
+            if s.lineage not in self._lost
+            and len(s.lineage) == 32
+            and s.round >= state.round
+            and s.lineage != state.lineage
+        }
+
+    async def settled(self) -> None:
+        """Wait until nobody is ahead, at most SETTLE_SECONDS."""
+        deadline = self._clock.now() + SETTLE_SECONDS
+        while self.behind() and self._clock.now() < deadline:
+            await self._clock.sleep(WATCH_SECONDS)
+
+    def next_commit(self, lineage: bytes):
+        """The checked commit that follows `lineage` on a chain that somebody alive has, or None."""
+        rounds = self._rounds
+        if rounds is None:
+            return None
+        tips = sorted({s.lineage for s in self.behind().values()})
+        for tip in tips:
+            later = rounds.log.after(lineage, tip, limit=1)
+            if later:
+                return later[0].checked
+        return None
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def hint(self, peer: str, message: Message) -> None:
+        """A message of a round that is not open here: a commit record is kept, anything else means news of its sender."""
+        if isinstance(message, Commit):
+            self._offer(peer, message)
+        elif peer in self._asked:
+            when, step = self._asked[peer]
+            self._asked[peer] = (min(when, self._clock.now() - ASK_SECONDS), step)
+
+    def answer(self, rounds: Rounds, peer: str, request: CommitRequest) -> None:
+        """Serve "send me the records after this lineage"."""
+        if len(request.lineage) != 32:
+            raise PeerFault("bad_message", f"lineage of {len(request.lineage)} bytes")
+        from ...protocol.ballot_wire import pack_commit
+
+        for record in rounds.log.after(request.lineage, rounds.state.lineage, limits.COMMITS_PER_REPLY_MAX):
+            self._post(peer, pack_commit(record.checked.commit))
+
+    def _offer(self, peer: str, commit: Commit) -> None:
+        rounds = self._rounds
+        if rounds is None or rounds.log.get(commit.value.lineage) is not None:
+            return
+        base = commit.base_lineage
+        if not rounds.log.knows(base):
+            return  # we ask further back
+        record = rounds.log.get(base)
+        electorate = electorate_after(record.checked.value) if record else self._root_electorate
+        checked = check_commit(commit, electorate, commit.round, base)
+        weight = sum(weights_of(checked.value, rounds.settings.rules).values())
+        rounds.log.add(checked, weight, tip=rounds.state.lineage)
+        if peer in self._asked:
+            self._asked[peer] = (self._asked[peer][0], 0)
+
+    # ------------------------------------------------------------------------------------------------ the watch
+
+    async def watch(self, rounds: Rounds) -> None:
+        """Runs beside the rounds. Raises ShoalError(DIVERGED) for a fork that no rule decides."""
+        self.attach(rounds)
+        while True:
+            await self._clock.sleep(WATCH_SECONDS)
+            for peer, summary in sorted(self.behind().items()):
+                if rounds.log.knows(summary.lineage):
+                    await self._compare(rounds, peer, summary)
+                else:
+                    self._ask(rounds, peer)
+
+    def attach(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        if not self._root_electorate:
+            self._root_electorate = frozenset(rounds.state.electorate)
+
+    def _ask(self, rounds: Rounds, peer: str) -> None:
+        now = self._clock.now()
+        when, step = self._asked.get(peer, (-ASK_SECONDS, 0))
+        if now - when < ASK_SECONDS:
+            return
+        chain: list[CommitRecord] = list(rounds.log.chain(rounds.state.lineage))
+        back = BACKWARD[step % len(BACKWARD)]
+        if back > len(chain):
+            step, back = 0, 0
+            if chain and len(chain) >= limits.COMMIT_RECORDS_KEPT - 1:
+                raise ShoalError(
+                    "This peer and the swarm are on different branches and no common commit is on record",
+                    values=f"mine round {rounds.state.round} {rounds.state.lineage.hex()[:16]}, "
+                    f"{peer} another; records kept for {limits.COMMIT_RECORDS_KEPT} rounds",
+                    todo="Decide which branch stands: keep this one with `shoal up` away from the others, or join theirs "
+                    "with a new data directory.",
+                    code=ExitCode.DIVERGED,
+                )
+        lineage = rounds.state.lineage if back == 0 else chain[back - 1].base_lineage
+        request = CommitRequest(after_round=max(0, rounds.state.round - back), lineage=lineage)
+        self._post(peer, Envelope(commit_request=request))
+        self._asked[peer] = (now, step + 1)
+
+    async def _compare(self, rounds: Rounds, peer: str, summary: Summary) -> None:
+        """Their tip is on record: go there, or resolve the fork."""
+        mine, theirs = rounds.state.lineage, summary.lineage
+        if rounds.log.is_ancestor(mine, theirs):
+            if summary.round - rounds.state.round > REPLAY_ROUNDS_MAX:
+                await self.download(rounds, f"{summary.round - rounds.state.round} rounds behind {peer[-6:]}", theirs)
+            else:
+                rounds.poke(peer, theirs)
+            return
+        if rounds.log.is_ancestor(theirs, mine):
+            return
+        resolution = rounds.log.resolve_conflict(mine, theirs)
+        self._conflict(
+            f"CONCURRENT versions: mine round {rounds.state.round} {mine.hex()[:16]}, "
+            f"{peer[-6:]} round {summary.round} {theirs.hex()[:16]}: {resolution.winner.value} stands, {resolution.reason}"
+        )
+        if resolution.winner is Winner.MINE:
+            self._lost.add(theirs)
+        elif resolution.winner is Winner.THEIRS and resolution.fork is not None:
+            await self.download(rounds, resolution.reason, theirs, fork=resolution.fork)
+
+    # ------------------------------------------------------------------------------------------------ download
+
+    async def download(
+        self, rounds: Rounds, reason: str, lineage: bytes | None = None, *, fork: bytes | None = None
+    ) -> None:
+        """Replace the state by a downloaded one; what that state holds of our own updates is given its due."""
+        holders = sorted(p for p, s in self.behind().items() if lineage is None or s.lineage == lineage)
+        if not holders:
+            return
+        state = await self._download(lineage, holders, reason)
+        if state is None:
+            return
+        if state.round < rounds.state.round and fork is None:
+            self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
+            return
+        if not rounds.log.knows(state.lineage):
+            self._root_electorate = frozenset(state.electorate)
+        rounds.replace(state, fork, reason)

@@ -1,0 +1,151 @@
+"""This peer's own learning within a round: inner steps, the booked delta, the compressed, signed and journaled update.
+
+Covers the way from `Learner.step` to a signed header whose bytes are on disk. Does not cover: when a round closes
+(rounds.py decides), or what becomes of the update.
+
+Invariant 3 lives here and in `aggregation/book.py`: what was learned is booked before anything else happens to it, so
+that whatever compression drops or the swarm does not adopt stays in the residual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...aggregation.book import Book
+from ...aggregation.compress import Compression, Sparse, decode, encode
+from ...protocol.ballot_messages import Encoding, Header, parse_header
+from ...protocol.identity import Identity
+from ...protocol.signing import sign_body
+from ...protocol.transport import Clock
+from ...protocol.version import Dot, sha256
+from ...protocol.wire_pb2 import Dot as WireDot
+from ...protocol.wire_pb2 import UpdateHeader
+from ..learner import Learner, LocalResult, StepStats
+from ..store.journal import Journal, JournalFull, OwnUpdate
+from .state import SharedState, head_of
+from .updates import UpdateStore
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the inner steps of one round came to."""
+
+    result: LocalResult
+    steps: int
+    seconds: float
+
+
+class LocalWork:
+    """Runs the learner for one round at a time."""
+
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        clock: Clock,
+        book: Book,
+        journal: Journal,
+        store: UpdateStore,
+        identity: Identity,
+        run_id: bytes,
+        compression: Compression,
+        dense: bool,
+        step_cost_s: float = 0.0,
+    ) -> None:
+        self._learner = learner
+        self._clock = clock
+        self.book = book
+        self._journal = journal
+        self._store = store
+        self._identity = identity
+        self._run_id = run_id
+        self._compression = compression
+        self._dense = dense
+        self._step_cost_s = step_cost_s
+        self._stop = asyncio.Event()
+        self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
+
+    def stop(self) -> None:
+        """End the inner steps after the one under way."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def train(self, state: SharedState, after_step: Callable[[StepStats], Awaitable[None]]) -> Work:
+        """Inner steps from `state` until `stop`; the delta is in the book when this returns."""
+        self._stop.clear()
+        self.dense_vector = None
+        started = self._clock.now()
+        await self._clock.run(lambda: (self._learner.load(state.theta), self._learner.begin(state.round + 1)))
+        steps = 0
+        while not self._stop.is_set():
+            stats = await self._clock.run(self._learner.step, cost_s=self._step_cost_s)
+            steps += 1
+            await after_step(stats)
+        result = await self._clock.run(self._finish)
+        return Work(result=result, steps=steps, seconds=self._clock.now() - started)
+
+    def _finish(self) -> LocalResult:
+        result = self._learner.finish()
+        self.book.learn(result.delta)
+        return result
+
+    async def publish(self, state: SharedState, work: Work) -> Header | None:
+        """Compress the residual, sign, journal (fsynced) and store it. None when there is nothing to say.
+
+        Raises JournalFull: nothing may be published; what was learned stays in the residual.
+        """
+        if work.result.weight <= 0:
+            return None
+        return await self._clock.run(lambda: self._publish(state, work))
+
+    def _publish(self, state: SharedState, work: Work) -> Header:
+        residual = self.book.residual_f64()
+        if self._dense:
+            self.dense_vector = residual.astype(np.float32)
+            payload, encoding = self.dense_vector.tobytes(), Encoding.DENSE
+            own: Sparse | np.ndarray = self.dense_vector
+        else:
+            payload, encoding = encode(residual, self._compression), Encoding.SPARSE
+            own = decode(payload, residual.size, self._compression)
+        dot = self._journal.next_dot(self._identity.peer_id)
+        wire = UpdateHeader(
+            dot=WireDot(peer=dot.peer, incarnation=dot.incarnation, seq=dot.seq),
+            previous_head=self._journal.last_head,
+            round=state.round + 1,
+            base_lineage=state.lineage,
+            weight=work.result.weight,
+            encoding=encoding.value,  # pyright: ignore[reportArgumentType]
+            payload_hash=sha256(payload),
+            payload_size=len(payload),
+        )
+        signed = sign_body(self._identity, "update", "origin", self._run_id, wire.SerializeToString())
+        header = parse_header(signed)
+        self._journal.append_update(
+            OwnUpdate(
+                dot=dot,
+                round=state.round + 1,
+                base_lineage=state.lineage,
+                signed=header.signed,
+                payload=payload,
+                head=head_of(header),
+                delta=work.result.delta,
+            )
+        )
+        self.record_own(dot, own)
+        if not self._dense:
+            self._store.put(header, payload)
+        return header
+
+    def record_own(self, dot: Dot, own: Sparse | np.ndarray) -> None:
+        """Book an own update's decoded value: what is given back if the swarm does not adopt it."""
+        self.book.record(dot, own)
+
+
+__all__ = ["JournalFull", "LocalWork", "Work"]

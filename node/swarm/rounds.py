@@ -1,0 +1,520 @@
+"""Ring mode: one peer's way through the rounds. Drives the pure ballot, the exchange and the local work.
+
+Theory of operation. One task, `run`, goes round by round:
+
+    open the round → train → (ballot) convene, exchange, vote → decided → fetch what lacks → apply → make durable → next
+
+Beside it one task feeds events to the ballot and carries out its actions in order. A commit decided elsewhere ends the
+round here at any moment, whatever phase this peer is in; that is also how a restarted peer catches up (catch_up.py).
+What the inner steps learned is booked before the round's outcome is known and never lost.
+
+Does not cover: who is alive (members.py), sockets (mesh.py), decisions (protocol/ballot.py), arithmetic (state.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...protocol import ballot as b
+from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
+from ...protocol.ballot_rules import choose_exchange
+from ...protocol.ballot_wire import pack, unpack
+from ...protocol.commit import CheckedCommit, CommitLog, check_commit
+from ...protocol.deadlines import Deadlines
+from ...protocol.errors import PeerFault
+from ...protocol.identity import Identity
+from ...protocol.transport import Clock
+from ...protocol.wire_pb2 import Envelope, Summary
+from ..learner import StepStats
+from ..store.journal import Journal, JournalFull
+from .catch_up import CatchUp
+from .local_work import LocalWork, Work
+from .ring_exchange import RingExchange, Transfer
+from .state import Applied, MergeRules, SharedState, apply_commit, weights_of
+from .updates import UpdateStore
+
+# Messages of the next round that arrive while this one is being applied. Senders repeat, so a few are enough.
+EARLY_MESSAGES_MAX = 256
+# Pause between two tries to fetch a committed update that nobody gave.
+FETCH_RETRY_SECONDS = 1.0
+# After this many fruitless tries the state itself is downloaded.
+FETCH_TRIES = 3
+
+Log = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """The manifest's and the node's part of how rounds run; fields as in the configuration."""
+
+    target_samples: int
+    round_seconds_max: float
+    rounds_max: int
+    rules: MergeRules
+
+
+@dataclass
+class Progress:
+    """What status shows of the open round."""
+
+    phase: str = "starting"
+    samples: int = 0
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    rounds_done: int = 0
+
+
+class Rounds:
+    """One peer in ring mode. Construct, `run` in a task, `stop` or `leave` to end."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        run_id: bytes,
+        clock: Clock,
+        settings: RoundSettings,
+        state: SharedState,
+        log: CommitLog,
+        work: LocalWork,
+        exchange: RingExchange,
+        store: UpdateStore,
+        journal: Journal,
+        deadlines: Deadlines,
+        catch_up: CatchUp,
+        post: Callable[[str, Envelope], None],
+        alive: Callable[[], set[str]],
+        dead: Callable[[], frozenset[str]],
+        summaries: Callable[[], dict[str, Summary]],
+        save: Callable[[Applied | None, CheckedCommit | None, Work | None], Awaitable[None]],
+        say: Log,
+        hold: Callable[[str, int], Awaitable[None]],
+        started: asyncio.Event,
+    ) -> None:
+        """
+        Args:
+            save: makes a new state durable (or, with None, the present one with what is booked) and records metrics.
+            hold: test-only: waits while a test holds this peer in the named phase of the named round.
+            started: training waits for it (a demo starts all peers at once).
+        """
+        self.me = identity.peer_id
+        self._identity = identity
+        self._run_id = run_id
+        self._clock = clock
+        self.settings = settings
+        self.state = state
+        self.log = log
+        self._work = work
+        self._exchange = exchange
+        self._store = store
+        self._journal = journal
+        self._deadlines = deadlines
+        self._catch_up = catch_up
+        self._post = post
+        self._alive = alive
+        self._dead = dead
+        self._summaries = summaries
+        self._save = save
+        self._say = say
+        self._hold = hold
+        self._started = started
+        self.progress = Progress()
+        self._ballot: b.Ballot | None = None
+        self._previous: b.Ballot | None = None
+        self._events: asyncio.Queue[b.Event] = asyncio.Queue(maxsize=4096)
+        self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY_MESSAGES_MAX)
+        self._decided: asyncio.Future[CheckedCommit] = asyncio.get_running_loop().create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = asyncio.Event()
+        self._replaced = asyncio.Event()
+        self._closing: str | None = None
+        self._round_started = 0.0
+        self._observers_seen = False
+
+    # ------------------------------------------------------------------------------------------------ outside
+
+    @property
+    def finished(self) -> bool:
+        """The run's last round is in the state."""
+        return 0 < self.settings.rounds_max <= self.state.round
+
+    @property
+    def roster(self) -> Roster | None:
+        return self._ballot.roster if self._ballot else None
+
+    def summary(self) -> Summary:
+        """What membership carries of us."""
+        return Summary(
+            round=self.state.round,
+            lineage=self.state.lineage,
+            state_hash=self.state.hash,
+            open_round=self.state.round + 1,
+            samples=self.progress.samples,
+            total_weight=self.state.total_weight,
+        )
+
+    def stop(self) -> None:
+        """End `run` at the next await: no push, no goodbye."""
+        self._stopping.set()
+
+    async def leave(self, grace_s: float) -> bool:
+        """Push what is learned: close the round and wait for its commit. Then stop. True when the commit came in time."""
+        self._closing = "a member leaves"
+        self._work.stop()
+        self._feed(b.CloseRound("leaving"))
+        round_ = self.state.round
+        deadline = self._clock.now() + grace_s
+        alone_or_trained = self.progress.samples > 0
+        while alone_or_trained and self.state.round == round_ and self._clock.now() < deadline:
+            await self._clock.sleep(0.1)
+        self.stop()
+        return self.state.round > round_
+
+    def members_changed(self) -> None:
+        """Membership's view changed."""
+        self._feed(b.MembersDead(self._dead()))
+
+    def on_message(self, peer: str, envelope: Envelope) -> None:
+        """A ballot message from the mesh. Raises PeerFault for what must be charged to `peer`."""
+        message = unpack(envelope, peer, self._run_id)
+        open_ = self._ballot
+        if open_ is not None and open_.concerns(message):
+            if getattr(message, "observer", False):
+                self._observers_seen = True
+            return self._feed(b.Received(peer, message))
+        if message.round > self.state.round + 1:
+            if not isinstance(message, Commit) and message.round == self.state.round + 2:
+                self._early.append((peer, message))
+            self._catch_up.hint(peer, message)
+        elif isinstance(message, Commit):
+            self._catch_up.hint(peer, message)
+        elif (record := self.log.get(self.state.lineage)) and record.base_lineage == message.base_lineage:
+            self._answer(peer, message)
+        elif message.round == self.state.round + 1:
+            self._early.append((peer, message))
+            self._catch_up.hint(peer, message)
+
+    # ------------------------------------------------------------------------------------------------ rounds
+
+    async def run(self) -> None:
+        """Until `stop`. Exceptions of any task that it owns come out here."""
+        watch = asyncio.ensure_future(self._catch_up.watch(self))
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                if self.finished:
+                    self.progress.phase = "finished"
+                    await asyncio.wait({stop, watch}, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await self._one_round(stop, watch)
+                if watch.done():
+                    watch.result()
+        finally:
+            self._exchange.end("stopped")
+            for task in (watch, stop):
+                task.cancel()
+            await asyncio.gather(watch, stop, return_exceptions=True)
+
+    async def _one_round(self, stop: asyncio.Future[Any], watch: asyncio.Future[None]) -> None:
+        """Open the next round, wait for its commit, apply it."""
+        state = self.state
+        self._replaced.clear()
+        self._open_round(state)
+        ahead = self._catch_up.next_commit(state.lineage)
+        if ahead is not None:
+            return await self._conclude(ahead, None, f"round {state.round + 1} was decided by others")
+        pump = asyncio.ensure_future(self._pump())
+        member = self.me in state.electorate
+        trainer = asyncio.ensure_future(self._train(state)) if member else None
+        self.progress.phase = "training" if member else "waiting"
+        if not member:
+            self._say("waiting to be named a joiner", round=state.round + 1, electorate=len(state.electorate))
+        replaced = asyncio.ensure_future(self._replaced.wait())
+        ends = {stop, replaced, self._decided}
+        owned = {pump, watch, *ends} | ({trainer} if trainer else set())
+        try:
+            while not any(end.done() for end in ends):
+                await asyncio.wait(owned, return_when=asyncio.FIRST_COMPLETED)
+                for task in owned - ends:
+                    if task.done():
+                        task.result()  # raises what it died of
+                        owned = owned - {task}
+        finally:
+            self._work.stop()
+            pump.cancel()
+            replaced.cancel()
+            await asyncio.gather(pump, replaced, return_exceptions=True)
+            self._exchange.end("round ended")
+            if self._timer is not None:
+                self._timer.cancel()
+            done = await self._await_trainer(trainer)
+        if self.state is not state:
+            await self._save(None, None, done)  # replaced by a download
+        elif self._decided.done():
+            await self._conclude(self._decided.result(), done, "")
+        elif done is not None:
+            await self._save(None, None, done)
+
+    async def _await_trainer(self, trainer: asyncio.Task[Work | None] | None) -> Work | None:
+        """The step under way ends by itself; its result is booked even if this task is being cancelled."""
+        if trainer is None:
+            return None
+        try:
+            return await asyncio.shield(trainer)
+        except asyncio.CancelledError:
+            await asyncio.gather(trainer, return_exceptions=True)
+            raise
+
+    def _open_round(self, state: SharedState) -> None:
+        record = self._journal.ballot_record(state.round + 1, state.lineage)
+        self._previous = self._ballot
+        self._ballot = b.Ballot(
+            me=self.me,
+            electorate=state.electorate,
+            round_=state.round + 1,
+            base_lineage=state.lineage,
+            base_state_hash=state.hash,
+            timing=self._deadlines.timing(),
+            sign_vote=lambda vote: pack(vote, self._identity, self._run_id).vote.SerializeToString(deterministic=True),
+            record=record,
+            choose=choose_exchange,
+            dead=self._dead(),
+        )
+        self._decided = asyncio.get_running_loop().create_future()
+        self._events = asyncio.Queue(maxsize=4096)
+        self._observers_seen = False
+        self._round_started = self._clock.now()
+        self.progress.samples = self.progress.steps = 0
+        self.progress.metrics = {}
+        early, self._early = self._early, deque(maxlen=EARLY_MESSAGES_MAX)
+        self._feed(b.Tick())
+        for peer, message in early:
+            if self._ballot.concerns(message):
+                self._feed(b.Received(peer, message))
+            elif message.round > state.round + 1:
+                self._early.append((peer, message))
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    async def _train(self, state: SharedState) -> Work | None:
+        """Inner steps until the round closes, then publish. None when the round was over before it began."""
+        await self._catch_up.settled()
+        await self._started.wait()
+        if self._decided.done() or self._stopping.is_set():
+            return None
+        self._round_started = self._clock.now()
+        work = await self._work.train(state, self._after_step)
+        if self._decided.done():
+            return work
+        header: Header | None = None
+        try:
+            header = await self._work.publish(state, work)
+        except JournalFull as error:
+            self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
+        self._feed(b.LocalResult(header))
+        self._report_held()
+        return work
+
+    async def _after_step(self, stats: StepStats) -> None:
+        progress = self.progress
+        progress.steps += 1
+        progress.samples += stats.samples
+        progress.metrics = dict(stats.metrics)
+        await self._hold("training", self.state.round + 1)
+        reason = self._should_close(self._clock.now())
+        if reason is not None and not self._work.stopping:
+            self._feed(b.CloseRound(reason))
+
+    def _should_close(self, now: float) -> str | None:
+        """Why the round should close, or None. Pure but for what it reads."""
+        if self._closing is not None:
+            return self._closing
+        settings, round_ = self.settings, self.state.round + 1
+        others = sum(s.samples for p, s in self._summaries().items() if s.open_round == round_ and p != self.me)
+        total = self.progress.samples + others
+        if total >= settings.target_samples:
+            return f"{total} samples reach the target of {settings.target_samples}"
+        elapsed = now - self._round_started
+        if elapsed >= settings.round_seconds_max:
+            return f"{elapsed:.1f} s reach the limit of {settings.round_seconds_max} s at {total} samples"
+        if self._observers_seen and len(self.state.electorate) == 1:
+            return "newcomers wait and nobody else is here"
+        return None
+
+    # ------------------------------------------------------------------------------------------------ ballot
+
+    def _feed(self, event: b.Event) -> None:
+        try:
+            self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            self._say("event queue full, event dropped", level="warning", kind=type(event).__name__)
+
+    def _report_held(self) -> None:
+        self._feed(b.Held(tuple(self._exchange.held())))
+
+    async def _pump(self) -> None:
+        """Feed the ballot and carry out what it says, in order."""
+        ballot = self._ballot
+        assert ballot is not None
+        while True:
+            event = await self._events.get()
+            before = ballot.phase
+            actions = ballot.handle(self._clock.now(), event)
+            muted = False
+            for action in actions:
+                muted = await self._perform(action, muted)
+            if ballot.phase is not before and ballot.phase is not b.Phase.DECIDED:
+                if self.me in self.state.electorate:
+                    self.progress.phase = ballot.phase.value
+                await self._hold(ballot.phase.value, ballot.round)
+
+    async def _perform(self, action: b.Action, muted: bool) -> bool:
+        """One action. Returns whether the rest of its batch must not be sent (a promise that is not durable)."""
+        match action:
+            case b.Persist(record):
+                try:
+                    await self._clock.run(lambda: self._journal.save_ballot(record))
+                except JournalFull as error:
+                    self._say("not voting: the journal cannot be written", level="error", cause=str(error))
+                    return True
+            case b.Send(to, message) if not muted:
+                envelope = pack(message, self._identity, self._run_id)
+                for peer in to:
+                    self._post(peer, envelope)
+            case b.NeedLocalResult():
+                self._work.stop()
+            case b.StartExchange(roster):
+                self._exchange.begin(transfer_of(roster))
+                self._report_held()
+            case b.StopExchange(reason):
+                self._exchange.end(reason)
+            case b.Decided(commit):
+                self._resolve(commit)
+            case b.WakeAt(at):
+                if self._timer is not None:
+                    self._timer.cancel()
+                delay = max(0.0, at - self._clock.now())
+                self._timer = asyncio.get_running_loop().call_later(delay, self._feed, b.Tick())
+            case b.Measured(wait, seconds):
+                self._deadlines.observe(wait, seconds)
+            case b.Note(reason):
+                self._say("ballot", level="debug", round=self.state.round + 1, reason=reason)
+        return muted
+
+    def _resolve(self, commit: Commit) -> None:
+        checked = check_commit(commit, self.state.electorate, self.state.round + 1, self.state.lineage)
+        if not self._decided.done():
+            self._decided.set_result(checked)
+
+    def _answer(self, peer: str, message: Message) -> None:
+        """A straggler of the previous round: the decided ballot answers it."""
+        if self._previous is not None and self._previous.concerns(message):
+            for action in self._previous.handle(self._clock.now(), b.Received(peer, message)):
+                if isinstance(action, b.Send):
+                    envelope = pack(action.message, self._identity, self._run_id)
+                    for to in action.to:
+                        self._post(to, envelope)
+
+    # ------------------------------------------------------------------------------------------------ commit
+
+    async def _conclude(self, checked: CheckedCommit, work: Work | None, why: str) -> None:
+        """Fetch what the commit names, apply it, make it durable."""
+        self.progress.phase = "committing"
+        await self._hold("committing", checked.value.round)
+        started = self._clock.now()
+        updates = await self._fetch(checked)
+        if updates is None:
+            return await self._catch_up.download(self, f"updates of round {checked.value.round} are nowhere to be had")
+        state = self.state
+        applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, self.settings.rules))
+        self.install(applied, checked)
+        await self._save(applied, checked, work)
+        self.progress.rounds_done += 1
+        self._say(
+            "round committed",
+            round=applied.state.round,
+            updates=len(applied.adopted),
+            void=len(applied.void),
+            split=checked.split,
+            roster=len(checked.value.roster),
+            joiners=len(checked.value.joiners),
+            exchange=checked.value.exchange.name.lower(),
+            samples=self.progress.samples,
+            apply_s=round(self._clock.now() - started, 3),
+            state_hash=applied.state.hash.hex()[:16],
+            reason=why or applied.reason,
+        )
+
+    def install(self, applied: Applied, checked: CheckedCommit) -> None:
+        """Make the new state ours, in memory."""
+        for dot in applied.adopted:
+            if dot.peer == self.me:
+                self._work.book.adopt(dot)
+        self.log.add(checked, sum(weights_of(checked.value, self.settings.rules).values()), tip=checked.lineage)
+        self.state = applied.state
+
+    def poke(self, peer: str, tip: bytes) -> None:
+        """Records that continue our state are known: let the open round be decided by the first of them."""
+        later = self.log.after(self.state.lineage, tip, limit=1)
+        if later and not self._decided.done():
+            self._feed(b.Received(peer, later[0].checked.commit))
+
+    def replace(self, state: SharedState, fork: bytes | None, reason: str) -> None:
+        """Take a downloaded state in place of ours. The open round ends; `fork`: our own branch after it lost.
+
+        Own updates that the new state holds count as adopted, those of a lost branch no longer do: their mass comes back,
+        damped by 1/(1 + rounds stale) because the others have moved on without it.
+        """
+        old, book = self.state, self._work.book
+        if fork is not None:
+            stale = old.round - (self.log.get(fork).round if self.log.get(fork) else 0)  # type: ignore[union-attr]
+            for record in self.log.chain(old.lineage):
+                if record.lineage == fork:
+                    break
+                for update in record.checked.value.updates:
+                    if update.dot.peer == self.me and book.adopted(update.dot):
+                        book.unadopt(update.dot)
+                        book.damp(update.dot, stale, 1 + stale)
+        for record in self.log.chain(state.lineage):
+            if record.lineage in (old.lineage, fork):
+                break
+            for update in record.checked.value.updates:
+                if update.dot.peer == self.me and book.knows(update.dot):
+                    book.adopt(update.dot)
+        if not self.log.knows(state.lineage):
+            self.log = CommitLog(state.lineage, state.round, state.total_weight)
+        self.state = state
+        self._say("state downloaded", round=state.round, state_hash=state.hash.hex()[:16], reason=reason)
+        self._replaced.set()
+
+    async def _fetch(self, checked: CheckedCommit) -> list[tuple[Header, bytes]] | None:
+        """The committed updates, pulled from whoever has them; None when nobody does."""
+        value = checked.value
+        hashes = [u.update_hash for u in value.updates]
+        holders = dict.fromkeys([*(u.dot.peer for u in value.updates), *value.roster, *sorted(self._alive())])
+        for attempt in range(FETCH_TRIES):
+            missing = await self._exchange.pull(hashes, holders)
+            if not missing:
+                return [self._store.load(h) for h in hashes]
+            self._say("committed updates are missing", level="warning", missing=len(missing), attempt=attempt)
+            await self._clock.sleep(FETCH_RETRY_SECONDS)
+        return None
+
+
+def transfer_of(roster: Roster) -> Transfer:
+    """The exchange's view of a roster."""
+    sparse = {h: header for h, header in roster.headers.items() if header.encoding is Encoding.SPARSE}
+    if roster.exchange is Exchange.NOTHING:
+        sparse = {}
+    return Transfer(
+        key=(roster.round, roster.base_lineage, roster.attempt),
+        order=roster.peers,
+        headers=sparse,
+    )
+
+
+__all__ = ["Progress", "RoundSettings", "Rounds", "PeerFault"]
