@@ -140,6 +140,8 @@ class GrpoConfig(Table):
     """Keep only this many most likely tokens, 0 for all. Above 0 the sampler is not the trainer."""
     learning_rate: float = Field(1e-6, gt=0, le=1)
     """Inner AdamW step size. LoRA wants about ten times more than full fine-tuning; too high collapses the policy."""
+    warmup_steps: int = Field(0, ge=0)
+    """Inner steps over which the learning rate rises linearly from 0: AdamW's first steps are mostly noise."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -227,3 +229,35 @@ class WarmupConfig(Table):
     """Pairs per step."""
     target_reward: float | None = Field(None, gt=0, le=1)
     """Stop as soon as the sampled reward on training prompts reaches this, so that RL keeps room. Absent: do not look."""
+
+
+def demo_defaults() -> dict[str, Any]:
+    """The tables of `shoal demo`: the tiny model on single-digit sums, tuned for a few minutes on two cores.
+
+    "rounds" holds the suggested number of rounds and, by the number of peers, the samples that close a round.
+    """
+    return {
+        "model": {"name": "tiny", "tiny": {"hidden": 64, "layers": 4, "heads": 4, "mlp": 192}},
+        "task": {
+            "name": "reasoning_gym:chain_sum",
+            "options": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+            "eval_size": 128,
+            "eval_generations": 4,
+        },
+        "rewards": {"functions": ["task"]},
+        "grpo": {
+            "num_generations": 8,
+            "prompts_per_step": 16,
+            "max_completion_length": 4,
+            "learning_rate": 2e-4,
+            "adam_beta2": 0.98,
+        },
+        "warmup": {
+            "steps": 400,
+            "seconds_max": 45.0,
+            "learning_rate": 2e-3,
+            "batch_size": 64,
+            "target_reward": 0.25,
+        },
+        "rounds": {"count": 16, "target_samples": {"3": 7680, "4": 10240}},
+    }

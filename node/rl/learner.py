@@ -115,6 +115,9 @@ class GrpoLearner:
             rewards=self._rewards,
             generator=self._generator,
         )
+        rise = min(1.0, (self._optimizer_steps() + 1) / (self._grpo.warmup_steps + 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._grpo.learning_rate * rise
         if self._needs_train_mode:
             self.loaded.model.train()
         try:

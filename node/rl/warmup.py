@@ -24,6 +24,7 @@ from .trainables import Trainables
 FIRST_INDEX = 1 << 40  # examples from a part of the training stream that RL does not reach
 CHECK_STEPS = 20  # steps between looks at the sampled reward
 CHECK_PROMPTS = 128
+RATE_END = 0.1  # of the learning rate, reached linearly: the noise of a constant rate would hide what was learned
 LOSS_DECAY = 0.95  # of the running mean that is reported
 
 
@@ -54,6 +55,9 @@ def run_warmup(
             found = measure(loaded, task, config=grpo, prompts=prompts, rewards=rewards, examples=sample)
             if found["reward"] >= config.target_reward:
                 break
+        done = max(step / config.steps, (clock() - start) / config.seconds_max)
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * (1 - (1 - RATE_END) * min(1.0, done))
         examples = []
         while len(examples) < config.batch_size:
             examples.append(task.train(index))
@@ -75,7 +79,7 @@ def run_warmup(
         taken += 1
         running = value if math.isnan(running) else LOSS_DECAY * running + (1 - LOSS_DECAY) * value
         if progress:
-            progress("warm-up", max((step + 1) / config.steps, min(1.0, (clock() - start) / config.seconds_max)))
+            progress("warm-up", (step + 1) / config.steps)
     trainables.zero_grad()
     return {"steps": float(taken), "seconds": clock() - start, "loss": running, "nonfinite_steps": float(skipped)}
 
