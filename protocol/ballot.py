@@ -95,6 +95,7 @@ from .ballot_record import BallotRecord
 from .ballot_rules import (
     ChooseExchange,
     binding,
+    check_commit,
     choose_exchange,
     convener_order,
     is_majority,
@@ -106,7 +107,6 @@ from .ballot_rules import (
     refuse_value,
     still_missing,
 )
-from .commit import check_commit
 from .deadlines import Timing, Wait
 from .errors import PeerFault
 

@@ -6,6 +6,7 @@ Each answer that a person may want explained comes with its reason. State and ti
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from .ballot_messages import (
@@ -21,6 +22,7 @@ from .ballot_messages import (
     Value,
     VotedFor,
 )
+from .errors import PeerFault
 from .version import sha256
 
 # From this attempt on, a round whose exchange never delivers is closed with an empty step: the work flows back into the
@@ -232,3 +234,51 @@ def may_accept_split(
     if any(value != commit.value for value in votes):
         open_.add(me)
     return not is_majority(len(open_), len(electorate))
+
+
+@dataclass(frozen=True)
+class CheckedCommit:
+    """A commit whose votes were counted against the electorate of its round.
+
+    `split`: decided by half of the electorate or less. Only such commits can be one of two for the same round.
+    """
+
+    commit: Commit
+    value: Value
+    value_hash: bytes
+    lineage: bytes
+    electorate: frozenset[str]
+    signers: frozenset[str]
+    split: bool
+
+
+def check_commit(commit: Commit, electorate: Collection[str], round_: int, base_lineage: bytes) -> CheckedCommit:
+    """Count the votes of a commit whose signatures were checked. Raises PeerFault("bad_commit")."""
+    value = commit.value
+    if (value.round, value.base_lineage) != (round_, base_lineage):
+        raise PeerFault("bad_commit", f"for round {value.round}, expected round {round_}, or of another lineage")
+    if len(commit.signers) != len(commit.votes):
+        raise PeerFault("bad_commit", "somebody voted twice")
+    if strangers := commit.signers - set(electorate):
+        raise PeerFault("bad_commit", f"{len(strangers)} voters are not in the electorate of {len(electorate)}")
+    for vote in commit.votes:
+        about = (vote.round, vote.base_lineage, vote.attempt, vote.value_hash)
+        if about != (round_, base_lineage, commit.attempt, value.hash):
+            raise PeerFault("bad_commit", f"the vote of {vote.peer} is for something else")
+    if not set(value.roster) <= set(electorate):
+        raise PeerFault("bad_commit", "its roster names peers outside the electorate")
+    splits = sum(vote.split for vote in commit.votes)
+    if splits not in (0, len(commit.votes)):
+        raise PeerFault("bad_commit", f"{splits} of {len(commit.votes)} votes are of a split, expected all or none")
+    if not splits and not is_majority(len(commit.votes), len(electorate)):
+        raise PeerFault(
+            "bad_commit", f"{len(commit.votes)} votes of an electorate of {len(electorate)} are no majority"
+        )
+    if not commit.votes:
+        raise PeerFault("bad_commit", "no votes")  # reached with an empty electorate alone
+    return CheckedCommit(commit, value, value.hash, value.lineage, frozenset(electorate), commit.signers, splits > 0)
+
+
+def electorate_after(value: Value) -> frozenset[str]:
+    """Who may vote in the round after `value`: its roster and the joiners that it names."""
+    return frozenset(value.roster) | frozenset(value.joiners)

@@ -11,58 +11,27 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from . import limits
-from .ballot_messages import Commit, Value
-from .ballot_rules import is_majority
-from .errors import PeerFault
+from . import limits, wire_pb2
+from .ballot_rules import CheckedCommit, check_commit, electorate_after
+from .ballot_wire import decode_commit
+
+__all__ = [
+    "CheckedCommit",
+    "CommitLog",
+    "CommitRecord",
+    "Resolution",
+    "Winner",
+    "check_commit",
+    "electorate_after",
+    "verify_commit",
+]
 
 
-@dataclass(frozen=True)
-class CheckedCommit:
-    """A commit whose votes were counted against the electorate of its round.
-
-    `split`: decided by half of the electorate or less. Only such commits can be one of two for the same round.
-    """
-
-    commit: Commit
-    value: Value
-    value_hash: bytes
-    lineage: bytes
-    electorate: frozenset[str]
-    signers: frozenset[str]
-    split: bool
-
-
-def check_commit(commit: Commit, electorate: Collection[str], round_: int, base_lineage: bytes) -> CheckedCommit:
-    """Count the votes of a commit whose signatures were checked. Raises PeerFault("bad_commit")."""
-    value = commit.value
-    if (value.round, value.base_lineage) != (round_, base_lineage):
-        raise PeerFault("bad_commit", f"for round {value.round}, expected round {round_}, or of another lineage")
-    if len(commit.signers) != len(commit.votes):
-        raise PeerFault("bad_commit", "somebody voted twice")
-    if strangers := commit.signers - set(electorate):
-        raise PeerFault("bad_commit", f"{len(strangers)} voters are not in the electorate of {len(electorate)}")
-    for vote in commit.votes:
-        about = (vote.round, vote.base_lineage, vote.attempt, vote.value_hash)
-        if about != (round_, base_lineage, commit.attempt, value.hash):
-            raise PeerFault("bad_commit", f"the vote of {vote.peer} is for something else")
-    if not set(value.roster) <= set(electorate):
-        raise PeerFault("bad_commit", "its roster names peers outside the electorate")
-    splits = sum(vote.split for vote in commit.votes)
-    if splits not in (0, len(commit.votes)):
-        raise PeerFault("bad_commit", f"{splits} of {len(commit.votes)} votes are of a split, expected all or none")
-    if not splits and not is_majority(len(commit.votes), len(electorate)):
-        raise PeerFault(
-            "bad_commit", f"{len(commit.votes)} votes of an electorate of {len(electorate)} are no majority"
-        )
-    if not commit.votes:
-        raise PeerFault("bad_commit", "no votes")  # reached with an empty electorate alone
-    return CheckedCommit(commit, value, value.hash, value.lineage, frozenset(electorate), commit.signers, splits > 0)
-
-
-def electorate_after(value: Value) -> frozenset[str]:
-    """Who may vote in the round after `value`: its roster and the joiners that it names."""
-    return frozenset(value.roster) | frozenset(value.joiners)
+def verify_commit(
+    wire: wire_pb2.Commit, electorate: Collection[str], round_: int, base_lineage: bytes, run_id: bytes
+) -> CheckedCommit:
+    """A commit as it came from a peer: form, signatures, and enough votes of `electorate`. Raises PeerFault."""
+    return check_commit(decode_commit(wire, run_id), electorate, round_, base_lineage)
 
 
 class Winner(Enum):

@@ -1,0 +1,322 @@
+"""The real transport: grpc.aio over TLS, one bidirectional stream of raw frames per call.
+
+Covers: listening with the identity-bound certificate, dialing with the expected peer id pinned, keepalive and limits, the
+gate that decides from metadata before a byte of a stream is read. Does not cover: who the dialer is (handshake.py).
+
+gRPC for Python has no callback to verify a certificate. So the dialer first reads the certificate with the standard `ssl`
+module, checks that libp2p's extension proves the expected peer id, and then gives gRPC that one certificate as its only
+root: whoever answers must hold its key. No generated stubs: the frames are bytes, decoded where their limits are known.
+
+Every process makes a new leaf, so after a restart of the other side the pinned root no longer matches and streams fail as
+"unavailable"; the mesh then dials anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from . import limits
+from .errors import ExitCode, PeerFault, ShoalError
+from .identity import CERTIFICATE_NAME, Identity, make_certificate, verify_certificate
+from .transport import Call, DialError, Gate, Handler, StreamClosed
+from .version import sha256
+
+SERVICE = "/shoal.v1.Peer/"
+_TOKEN_KEY = "shoal-token-bin"
+
+# Both ends name the same numbers; a ping more often than the server allows would end in GOAWAY too_many_pings.
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", limits.KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_FRAMES: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", limits.FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.FRAME_BYTES_MAX),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_KEEPALIVE,
+    *_FRAMES,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", limits.STREAMS_PER_CONNECTION_MAX),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.KEEPALIVE_TIME_MS // 2),
+    ("grpc.max_metadata_size", 8 * 1024),
+]
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    *_KEEPALIVE,
+    *_FRAMES,
+    ("grpc.ssl_target_name_override", CERTIFICATE_NAME),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", int(limits.RECONNECT_BACKOFF_SECONDS_MAX * 1000)),
+    ("grpc.enable_http_proxy", 0),
+    # Channels to one address must not share a connection: each has its own pinned certificate.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class _Counter:
+    sent = 0
+    received = 0
+
+
+def _closed(error: BaseException) -> StreamClosed:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return StreamClosed(f"{error.code().name.lower()}: {error.details()}")
+    return StreamClosed(f"cancelled: {error}" if isinstance(error, asyncio.CancelledError) else f"failed: {error}")
+
+
+class _ClientStream:
+    """A dialed stream."""
+
+    def __init__(self, call: Any, count: _Counter) -> None:
+        self._call, self._count = call, count
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise _closed(error) from None
+        except asyncio.CancelledError:
+            if self._call.cancelled() and not _being_cancelled():
+                raise StreamClosed("cancelled: the stream was given up") from None
+            raise
+        self._count.sent += len(frame)
+
+    async def recv(self, timeout_s: float) -> bytes:
+        try:
+            frame = await asyncio.wait_for(self._call.read(), timeout_s)
+            if frame is grpc.aio.EOF:
+                code = await self._call.code()
+                if code is not grpc.StatusCode.OK:
+                    raise StreamClosed(f"{code.name.lower()}: {await self._call.details()}")
+                raise StreamClosed("the other side is done", clean=True)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise _closed(error) from None
+        except asyncio.CancelledError:
+            if self._call.cancelled() and not _being_cancelled():
+                raise StreamClosed("cancelled: the stream was given up") from None
+            raise
+        self._count.received += len(frame)
+        return frame
+
+    async def done_sending(self) -> None:
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise _closed(error) from None
+
+    def cancel(self, reason: str) -> None:
+        self._call.cancel()
+
+
+def _being_cancelled() -> bool:
+    """Whether the running task itself was asked to stop (Python 3.11 and later can tell; before, assume so)."""
+    task = asyncio.current_task()
+    cancelling = getattr(task, "cancelling", None)
+    return True if cancelling is None else cancelling() > 0
+
+
+class _ServerStream:
+    """An accepted stream. Half-closing our side happens when the handler returns, as gRPC servers do."""
+
+    def __init__(self, context: Any, count: _Counter) -> None:
+        self._context, self._count = context, count
+        self._task = asyncio.current_task()
+        self.cancelled: str | None = None
+
+    async def send(self, frame: bytes) -> None:
+        self._check()
+        try:
+            await self._context.write(frame)
+        except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise _closed(error) from None
+        self._count.sent += len(frame)
+
+    async def recv(self, timeout_s: float) -> bytes:
+        self._check()
+        try:
+            frame = await asyncio.wait_for(self._context.read(), timeout_s)
+        except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise _closed(error) from None
+        if frame is grpc.aio.EOF:
+            raise StreamClosed("the other side is done", clean=True)
+        self._count.received += len(frame)
+        return frame
+
+    async def done_sending(self) -> None:
+        self._check()
+
+    def cancel(self, reason: str) -> None:
+        if self.cancelled is None:
+            self.cancelled = reason
+            if self._task is not None and self._task is not asyncio.current_task():
+                self._task.cancel()
+
+    def _check(self) -> None:
+        if self.cancelled is not None:
+            raise StreamClosed(f"cancelled: {self.cancelled}")
+
+
+class _Service(grpc.GenericRpcHandler):
+    """Routes every method of the service to one handler, behind the gate."""
+
+    def __init__(self, gate: Gate, handler: Handler, count: _Counter) -> None:
+        self._gate, self._handler, self._count = gate, handler, count
+
+    def service(self, handler_call_details: Any) -> Any:
+        if not handler_call_details.method.startswith(SERVICE):
+            return None
+        method = handler_call_details.method[len(SERVICE) :]
+
+        async def serve(_requests: Any, context: Any) -> None:
+            token = next((v for k, v in context.invocation_metadata() if k == _TOKEN_KEY), b"")
+            call = Call(method[:32], token if isinstance(token, bytes) else b"", _readable(context.peer()))
+            refusal = self._gate(call)
+            if refusal is not None:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+            stream = _ServerStream(context, self._count)
+            try:
+                await self._handler(call, stream)
+            except asyncio.CancelledError:
+                if stream.cancelled is None:
+                    raise
+            if stream.cancelled is not None:
+                await context.abort(grpc.StatusCode.CANCELLED, stream.cancelled[:200])
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+
+def _readable(peer: str) -> str:
+    """ "ipv4:1.2.3.4:5" → "1.2.3.4:5"; the brackets of IPv6 come percent-encoded."""
+    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
+
+
+class _Connection:
+    """A dialed channel whose other side is proven to be `peer_id`."""
+
+    def __init__(self, channel: Any, peer_id: str, address: str, binding: bytes, count: _Counter) -> None:
+        self._channel, self._count = channel, count
+        self.peer_id, self.address, self.binding = peer_id, address, binding
+
+    async def open(self, method: str, token: bytes, *, timeout_s: float) -> _ClientStream:
+        call = self._channel.stream_stream(SERVICE + method)(metadata=((_TOKEN_KEY, token),) if token else ())
+        try:
+            await asyncio.wait_for(call.wait_for_connection(), timeout_s)
+        except asyncio.TimeoutError:
+            call.cancel()
+            raise
+        except grpc.aio.AioRpcError as error:
+            raise _closed(error) from None
+        return _ClientStream(call, self._count)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+class GrpcTransport:
+    """`Transport` over real sockets. One per node."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._certificate = make_certificate(identity)
+        self.binding = self._certificate.binding
+        self._count = _Counter()
+        self._server: Any = None
+        self._connections: set[_Connection] = set()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._count.sent
+
+    @property
+    def received_bytes(self) -> int:
+        return self._count.received
+
+    async def listen(self, host: str, port: int, gate: Gate, handler: Handler) -> int:
+        credentials = grpc.ssl_server_credentials([(self._certificate.key_pem, self._certificate.pem)])
+        hosts = [host] if host else ["[::]", "0.0.0.0"]  # bind what exists: not every machine has IPv6
+        cause = ""
+        for candidate in hosts:
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            server.add_generic_rpc_handlers((_Service(gate, handler, self._count),))
+            literal = f"[{candidate}]" if ":" in candidate and not candidate.startswith("[") else candidate
+            try:
+                bound = server.add_secure_port(f"{literal}:{port}", credentials)
+                await server.start()
+            except RuntimeError as error:
+                cause = str(error).splitlines()[0][:200]
+                await server.stop(None)
+                continue
+            self._server = server
+            return bound
+        raise ShoalError(
+            "The address cannot be listened on",
+            values=f"wanted {host or 'any address'} port {port}; {cause or 'it is in use by another process'}",
+            todo="Choose another with --port (0 takes a free one), or stop the process that has it: `ss -ltnp`.",
+            code=ExitCode.ADDRESS,
+        )
+
+    async def dial(self, address: str, peer_id: str, *, timeout_s: float) -> _Connection:
+        try:
+            der = await asyncio.wait_for(_read_certificate(address), timeout_s)
+        except asyncio.TimeoutError:
+            raise DialError("timeout", f"{address} did not answer in {timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            raise DialError("tls", f"{address}: {error.reason}") from None
+        except OSError as error:
+            raise DialError("unreachable", f"{address}: {error.strerror or error}") from None
+        try:
+            proven = verify_certificate(der)
+        except PeerFault as fault:
+            raise DialError("tls", f"{address}: {fault}") from None
+        if proven != peer_id:
+            raise DialError("wrong_peer", f"{address} is {proven}, expected {peer_id}")
+        pem = x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pem), options=CLIENT_OPTIONS)
+        try:
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+        except BaseException as error:
+            await channel.close(None)
+            if isinstance(error, asyncio.TimeoutError):
+                raise DialError("timeout", f"{address}: no gRPC connection in {timeout_s:g} s") from None
+            raise
+        return _Connection(channel, peer_id, address, sha256(der), self._count)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+async def _read_certificate(address: str) -> bytes:
+    """DER of the leaf that `address` presents. Nothing is trusted here: the caller checks it."""
+    host, port = split_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    finally:
+        writer.transport.abort()
+    if not der:
+        raise OSError(f"{address} presents no certificate")
+    return der
+
+
+OnError = Callable[[BaseException], None]
