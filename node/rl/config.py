@@ -24,13 +24,13 @@ class Table(BaseModel):
 class TinyConfig(Table):
     """Shape of the built-in random transformer (`name = "tiny"`); its weights come from the run seed."""
 
-    hidden: int = Field(96, ge=8, le=4096)
+    hidden: int = Field(default=96, ge=8, le=4096)
     """Width of the residual stream; must be divisible by `heads`. Parameters and time grow with its square."""
-    layers: int = Field(4, ge=1, le=64)
+    layers: int = Field(default=4, ge=1, le=64)
     """Transformer blocks. More of them learn more per example and cost time in proportion."""
-    heads: int = Field(4, ge=1, le=64)
+    heads: int = Field(default=4, ge=1, le=64)
     """Attention heads; `hidden / heads` must be even (rotary positions)."""
-    mlp: int = Field(256, ge=8, le=16384)
+    mlp: int = Field(default=256, ge=8, le=16384)
     """Width of the gated feed-forward layer."""
 
     @model_validator(mode="after")
@@ -43,13 +43,13 @@ class TinyConfig(Table):
 class LoraConfig(Table):
     """Low-rank adapters by PEFT. Only their matrices are trained and exchanged."""
 
-    r: int = Field(16, ge=1, le=1024)
+    r: int = Field(default=16, ge=1, le=1024)
     """Rank. Traffic and adapter memory grow in proportion; 8 to 32 is usual for RL."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """Scale: the adapter's output is multiplied by alpha / r. Raising it acts like a higher learning rate."""
     target_modules: str | list[str] = "all-linear"
     """"all-linear" (every linear layer but the output head) or the names of the modules that get an adapter."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter input. Above 0 the trainer's log-probs differ from the sampler's; keep 0 for RL."""
     freeze_a: bool = False
     """Train B alone, with A drawn from the run seed. Makes averaging over peers exact and halves the traffic; learns
@@ -76,9 +76,9 @@ class TaskConfig(Table):
     """"reasoning_gym:<task>", or the path of a JSONL file whose lines have `prompt` and `answer`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning_gym task, for example {"max_terms": 3}; must be empty for a JSONL file."""
-    eval_size: int = Field(128, ge=1, le=10_000)
+    eval_size: int = Field(default=128, ge=1, le=10_000)
     """Held-out prompts, never trained on. More give a steadier accuracy and a longer evaluation."""
-    eval_generations: int = Field(1, ge=1, le=64)
+    eval_generations: int = Field(default=1, ge=1, le=64)
     """Sampled completions per held-out prompt behind the mean reward (the accuracy is greedy, one completion)."""
     prompt_template: str = "{prompt}"
     """Text around the task's prompt; must contain {prompt}."""
@@ -107,7 +107,7 @@ class RewardsConfig(Table):
     the completion is one <answer>...</answer>); any other name is a function of the node's reward file."""
     weights: list[float] | None = None
     """One weight per function, in the same order; absent means 1 each. The reward is the weighted sum."""
-    timeout_seconds: float = Field(30.0, gt=0, le=3600)
+    timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
     """Time a function of the reward file may take for one batch. On overrun its values count as "does not apply"."""
 
     @model_validator(mode="after")
@@ -124,45 +124,45 @@ class RewardsConfig(Table):
 class GrpoConfig(Table):
     """Group-relative policy optimization, with TRL's names."""
 
-    num_generations: int = Field(8, ge=2, le=1024)
+    num_generations: int = Field(default=8, ge=2, le=1024)
     """Completions per prompt (the group). More give a better baseline and cost sampling time; nothing must divide."""
-    prompts_per_step: int = Field(8, ge=1, le=4096)
+    prompts_per_step: int = Field(default=8, ge=1, le=4096)
     """Prompts per inner step; a step samples prompts_per_step x num_generations completions."""
-    max_completion_length: int = Field(512, ge=1, le=65_536)
+    max_completion_length: int = Field(default=512, ge=1, le=65_536)
     """Completion limit in tokens. Too low cuts answers off (watch `truncated`); time and memory grow with it."""
-    micro_batch_size: int = Field(0, ge=0)
+    micro_batch_size: int = Field(default=0, ge=0)
     """Completions per forward and backward pass, 0 for all at once. Bounds memory; never changes the loss."""
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, gt=0, le=10)
     """Sampling temperature, also applied to the trainer's log-probs. Lower explores less."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep the most likely tokens up to this mass. Below 1 the sampler is not the trainer."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Keep only this many most likely tokens, 0 for all. Above 0 the sampler is not the trainer."""
-    learning_rate: float = Field(1e-6, gt=0, le=1)
+    learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Inner AdamW step size. LoRA wants about ten times more than full fine-tuning; too high collapses the policy."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Inner steps over which the learning rate rises linearly from 0: AdamW's first steps are mostly noise."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment."""
-    adam_epsilon: float = Field(1e-8, gt=0)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to AdamW's denominator."""
-    weight_decay: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's L2 norm is clipped to this."""
-    beta: float = Field(0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the base model. 0 saves the reference forward pass; above 0 keeps the policy near."""
     use_bias_correction_kl: bool = True
     """Weight the KL estimate by the importance ratio, so that it stays unbiased off-policy."""
-    num_iterations: int = Field(1, ge=1, le=64)
+    num_iterations: int = Field(default=1, ge=1, le=64)
     """Optimizer steps per batch of rollouts. More reuse samples and drift off-policy."""
-    epsilon: float = Field(0.2, gt=0)
+    epsilon: float = Field(default=0.2, gt=0)
     """Lower clip range of the importance ratio."""
-    epsilon_high: float | None = Field(None, gt=0)
+    epsilon_high: float | None = Field(default=None, gt=0)
     """Upper clip range; absent means `epsilon`. DAPO uses 0.28; for "cispo" it is the cap itself, about 5."""
-    delta: float | None = Field(None, gt=0)
+    delta: float | None = Field(default=None, gt=0)
     """Cap on the unclipped ratio (two-sided clipping); must exceed 1 + epsilon_high. Absent means none."""
     loss_type: LossType = "dapo"
     """Which objective and normalizer: "dapo" divides by all completion tokens, "grpo" averages per sequence first,
@@ -173,28 +173,28 @@ class GrpoConfig(Table):
     """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the length limit out of the loss."""
-    sapo_temperature_pos: float = Field(1.0, gt=0)
+    sapo_temperature_pos: float = Field(default=1.0, gt=0)
     """SAPO: gate temperature for positive advantages."""
-    sapo_temperature_neg: float = Field(1.05, gt=0)
+    sapo_temperature_neg: float = Field(default=1.05, gt=0)
     """SAPO: gate temperature for the others."""
     vespo_k_pos: float = 2.0
     """VESPO: power of the gamma weight, advantages >= 0."""
-    vespo_lambda_pos: float = Field(3.0, gt=0)
+    vespo_lambda_pos: float = Field(default=3.0, gt=0)
     """VESPO: decay of the gamma weight, advantages >= 0."""
     vespo_k_neg: float = 3.0
     """VESPO: power of the gamma weight, advantages < 0."""
-    vespo_lambda_neg: float = Field(2.0, gt=0)
+    vespo_lambda_neg: float = Field(default=2.0, gt=0)
     """VESPO: decay of the gamma weight, advantages < 0."""
-    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    off_policy_mask_threshold: float | None = Field(default=None, gt=0)
     """Drop sequences with negative advantage whose mean KL from the sampler exceeds this. Absent means keep all."""
     vllm_importance_sampling_correction: Literal["auto"] | bool = "auto"
     """Weight the loss by trainer / sampler probability. "auto": on whenever the sampler is not the trainer
     (top-p, top-k, 16-bit weights, or samples from elsewhere)."""
     vllm_importance_sampling_mode: CorrectionMode = "sequence_mask"
     """Weight per token or per sequence, and whether one beyond the bounds is cut to them or drops its part."""
-    vllm_importance_sampling_clip_max: float | None = Field(3.0, gt=0)
+    vllm_importance_sampling_clip_max: float | None = Field(default=3.0, gt=0)
     """Upper bound of that weight."""
-    vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
+    vllm_importance_sampling_clip_min: float | None = Field(default=None, ge=0)
     """Lower bound of that weight; absent means none."""
 
     @model_validator(mode="after")
@@ -219,15 +219,15 @@ class GrpoConfig(Table):
 class WarmupConfig(Table):
     """A short supervised stage on prompt -> answer pairs before RL, run once by the founder of the run."""
 
-    steps: int = Field(0, ge=0, le=1_000_000)
+    steps: int = Field(default=0, ge=0, le=1_000_000)
     """Optimizer steps; 0 means no warm-up. Too many leave RL nothing to learn."""
-    seconds_max: float = Field(60.0, gt=0)
+    seconds_max: float = Field(default=60.0, gt=0)
     """Ends the stage early after this time."""
-    learning_rate: float = Field(1e-3, gt=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0, le=1)
     """AdamW step size of the stage."""
-    batch_size: int = Field(64, ge=1, le=4096)
+    batch_size: int = Field(default=64, ge=1, le=4096)
     """Pairs per step."""
-    target_reward: float | None = Field(None, gt=0, le=1)
+    target_reward: float | None = Field(default=None, gt=0, le=1)
     """Stop as soon as the sampled reward on training prompts reaches this, so that RL keeps room. Absent: do not look."""
 
 

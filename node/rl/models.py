@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...protocol.errors import ExitCode, ShoalError
 from .config import LoraConfig, ModelConfig
@@ -47,7 +47,7 @@ class LoadedModel:
     """
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     base_hash: bytes
     kind: Literal["tiny", "folder", "gguf", "hub"]
     device: torch.device
@@ -191,7 +191,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> PeftModel:
 
 def _read(
     config: ModelConfig, seed: int, cache_dir: Path, report: Progress
-) -> tuple[Literal["tiny", "folder", "gguf", "hub"], Any, PreTrainedTokenizerBase]:
+) -> tuple[Literal["tiny", "folder", "gguf", "hub"], Any, Any]:
     name = config.name
     if name == "tiny":
         tokenizer = build_tokenizer()
@@ -212,7 +212,7 @@ def _read(
     return "hub", *_from_pretrained(name, config)
 
 
-def _from_pretrained(source: str, config: ModelConfig) -> tuple[Any, PreTrainedTokenizerBase]:
+def _from_pretrained(source: str, config: ModelConfig) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -264,12 +264,10 @@ def convert_gguf(path: Path, cache_dir: Path, report: Progress) -> Path:
             code=ExitCode.DEPENDENCY,
         ) from error
     report("converting gguf", 0.8)
-    for mark in ("hf_quantizer", "quantization_method"):  # the weights are plain now; save_pretrained refuses the marks
-        if hasattr(model, mark):
-            delattr(model, mark)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.is_quantized = False
+    # The weights are plain now, and save_pretrained refuses a model that carries a quantizer's marks.
+    for owner, mark in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, mark):
+            delattr(owner, mark)
     cache_dir.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="gguf-", dir=cache_dir))
     try:
@@ -290,16 +288,16 @@ def convert_gguf(path: Path, cache_dir: Path, report: Progress) -> Path:
     return folder
 
 
-def _set_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+def _set_padding(tokenizer: Any) -> None:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     configured = getattr(model, "generation_config", None)
     ids = configured.eos_token_id if configured is not None else None
-    found = {ids} if isinstance(ids, int) else set(ids or ())
+    found: set[int] = {ids} if isinstance(ids, int) else set(ids or ())
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     if not found:

@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from .config import TaskConfig
 from .tasks import Example
 
@@ -37,7 +35,7 @@ class PromptFormat:
             return [*system, {"role": "user", "content": text}]
         return shorten(text) if self.kind == "short" else text
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, example: Example) -> list[int]:
+    def encode(self, tokenizer: Any, example: Example) -> list[int]:
         """Token ids of the prompt, ready for the model to continue."""
         message = self.message(example)
         if isinstance(message, str):

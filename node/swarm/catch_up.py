@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ...protocol import limits
 from ...protocol.ballot_messages import Commit, Message
+from ...protocol.ballot_wire import encode_commit
 from ...protocol.commit import CommitRecord, Winner, check_commit, electorate_after
 from ...protocol.errors import ExitCode, PeerFault, ShoalError
 from ...protocol.transport import Clock
@@ -122,10 +123,8 @@ class CatchUp:
         """Serve "send me the records after this lineage"."""
         if len(request.lineage) != 32:
             raise PeerFault("bad_message", f"lineage of {len(request.lineage)} bytes")
-        from ...protocol.ballot_wire import pack_commit
-
         for record in rounds.log.after(request.lineage, rounds.state.lineage, limits.COMMITS_PER_REPLY_MAX):
-            self._post(peer, pack_commit(record.checked.commit))
+            self._post(peer, Envelope(commit=encode_commit(record.checked.commit)))
 
     def _offer(self, peer: str, commit: Commit) -> None:
         rounds = self._rounds

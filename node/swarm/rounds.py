@@ -22,7 +22,7 @@ from typing import Any
 from ...protocol import ballot as b
 from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
 from ...protocol.ballot_rules import choose_exchange
-from ...protocol.ballot_wire import pack, unpack
+from ...protocol import ballot_wire
 from ...protocol.commit import CheckedCommit, CommitLog, check_commit
 from ...protocol.deadlines import Deadlines
 from ...protocol.errors import PeerFault
@@ -180,7 +180,7 @@ class Rounds:
 
     def on_message(self, peer: str, envelope: Envelope) -> None:
         """A ballot message from the mesh. Raises PeerFault for what must be charged to `peer`."""
-        message = unpack(envelope, peer, self._run_id)
+        message = ballot_wire.decode(envelope, peer, self._run_id)
         open_ = self._ballot
         if open_ is not None and open_.concerns(message):
             if getattr(message, "observer", False):
@@ -279,7 +279,7 @@ class Rounds:
             base_lineage=state.lineage,
             base_state_hash=state.hash,
             timing=self._deadlines.timing(),
-            sign_vote=lambda vote: pack(vote, self._identity, self._run_id).vote.SerializeToString(deterministic=True),
+            sign_vote=ballot_wire.vote_signer(self._identity, self._run_id),
             record=record,
             choose=choose_exchange,
             dead=self._dead(),
@@ -382,7 +382,7 @@ class Rounds:
                     self._say("not voting: the journal cannot be written", level="error", cause=str(error))
                     return True
             case b.Send(to, message) if not muted:
-                envelope = pack(message, self._identity, self._run_id)
+                envelope = ballot_wire.encode(message, self._identity, self._run_id)
                 for peer in to:
                     self._post(peer, envelope)
             case b.NeedLocalResult():
@@ -415,7 +415,7 @@ class Rounds:
         if self._previous is not None and self._previous.concerns(message):
             for action in self._previous.handle(self._clock.now(), b.Received(peer, message)):
                 if isinstance(action, b.Send):
-                    envelope = pack(action.message, self._identity, self._run_id)
+                    envelope = ballot_wire.encode(action.message, self._identity, self._run_id)
                     for to in action.to:
                         self._post(to, envelope)
 

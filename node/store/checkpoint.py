@@ -1,0 +1,201 @@
+"""Checkpoints: the shared state, the book and the learner's own state in one safetensors file each, atomically.
+
+A checkpoint is a temporary file on the same filesystem, fsynced and renamed; the one before stays until it is there. A
+damaged newest one is set aside, loudly, and the one before is used. A reader pins a file by holding it open: a pruned file
+that is being read stays readable until closed. Metadata is JSON in the file's header; there is no pickle anywhere.
+
+The same file serves state downloads (state_sync.py) in its stripped form: `state_file` holds the shared state alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ...protocol import limits
+from ...protocol.errors import ExitCode, ShoalError
+from ...protocol.version import VersionVector
+from ..swarm.state import SharedState
+from .datadir import write_atomic
+
+FORMAT = "shoal-checkpoint-1"
+SUFFIX = ".safetensors"
+# Metadata of the largest vector (MEMBERS_MAX origins) stays well below.
+METADATA_BYTES_MAX = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a node needs to go on at the same round.
+
+    Attributes:
+        state: the shared state.
+        commit: bytes of the commit record that ends its lineage; empty at round 0.
+        book: `Book.to_arrays()`.
+        learner: `Learner.snapshot()`.
+        extra: JSON-ready values of the node (deadlines, counters).
+    """
+
+    state: SharedState
+    commit: bytes
+    book: Mapping[str, np.ndarray | bytes]
+    learner: Mapping[str, np.ndarray | bytes]
+    extra: Mapping[str, Any]
+
+
+def describe_state(state: SharedState) -> dict[str, Any]:
+    """The JSON form of everything but the arrays."""
+    return {
+        "round": state.round,
+        "lineage": state.lineage.hex(),
+        "vector": [[p, i, s, h.hex()] for (p, i), (s, h) in sorted(state.vector.entries.items())],
+        "electorate": list(state.electorate),
+        "total_weight": state.total_weight,
+        "hash": state.hash.hex(),
+    }
+
+
+def rebuild_state(described: Mapping[str, Any], theta: np.ndarray, outer: np.ndarray | None) -> SharedState:
+    """Inverse of `describe_state`. Raises ValueError when the recomputed hash differs, KeyError or TypeError on nonsense."""
+    entries = {(str(p), int(i)): (int(s), bytes.fromhex(h)) for p, i, s, h in described["vector"]}
+    state = SharedState.make(
+        theta=theta,
+        outer=outer,
+        round_=int(described["round"]),
+        lineage=bytes.fromhex(described["lineage"]),
+        vector=VersionVector(entries),
+        electorate=[str(p) for p in described["electorate"]],
+        total_weight=int(described["total_weight"]),
+    )
+    if state.hash.hex() != described["hash"]:
+        raise ValueError(f"state hash {state.hash.hex()[:16]}, expected {str(described['hash'])[:16]}")
+    return state
+
+
+def state_file(state: SharedState) -> bytes:
+    """The shared state alone, as the bytes of a safetensors file: what a newcomer downloads."""
+    arrays = {"theta": np.ascontiguousarray(state.theta)}
+    if state.outer is not None:
+        arrays["outer"] = np.ascontiguousarray(state.outer)
+    return save(arrays, metadata={"format": FORMAT, "state": json.dumps(describe_state(state))})
+
+
+def read_state_file(path: Path, d: int) -> SharedState:
+    """Inverse of `state_file`, from a file that a peer gave: hostile. Raises ValueError with what is wrong."""
+    arrays, metadata = _read(path)
+    if metadata.get("format") != FORMAT or not {"theta"} <= arrays.keys() <= {"theta", "outer"}:
+        raise ValueError("not a shoal state file")
+    for name, array in arrays.items():
+        if array.shape != (d,) or array.dtype != np.float32 or not np.isfinite(array).all():
+            raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}, expected finite fp32 [{d}]")
+    try:
+        described = json.loads(metadata["state"])
+        if len(described["vector"]) > limits.MEMBERS_MAX or len(described["electorate"]) > limits.ROSTER_MAX:
+            raise ValueError("more peers than a run can have")
+        return rebuild_state(described, arrays["theta"], arrays.get("outer"))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"damaged metadata: {error}") from None
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    try:
+        with open(path, "rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > METADATA_BYTES_MAX:
+            raise ValueError(f"header of {header} bytes")
+        with safe_open(path, framework="numpy") as opened:
+            metadata = opened.metadata() or {}
+            return {name: opened.get_tensor(name) for name in opened.keys()}, metadata
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+class Checkpoints:
+    """The checkpoints in one folder. `save` blocks; run it in a worker thread."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder = folder
+        self._keep = max(1, keep)
+
+    def paths(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self._folder.glob(f"round-*{SUFFIX}"), reverse=True)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write one, then prune. Raises OSError: every older one is still valid."""
+        arrays = {"state/theta": np.ascontiguousarray(checkpoint.state.theta)}
+        if checkpoint.state.outer is not None:
+            arrays["state/outer"] = np.ascontiguousarray(checkpoint.state.outer)
+        kinds: dict[str, str] = {}
+        for prefix, group in (("book", checkpoint.book), ("learner", checkpoint.learner)):
+            for name, value in group.items():
+                if isinstance(value, np.ndarray):
+                    arrays[f"{prefix}/{name}"] = np.ascontiguousarray(value)
+                else:
+                    kinds[f"{prefix}/{name}"] = "bytes"
+                    arrays[f"{prefix}/{name}"] = np.frombuffer(bytes(value), np.uint8)
+        metadata = {
+            "format": FORMAT,
+            "state": json.dumps(describe_state(checkpoint.state)),
+            "commit": checkpoint.commit.hex(),
+            "bytes": json.dumps(sorted(kinds)),
+            "extra": json.dumps(dict(checkpoint.extra)),
+        }
+        path = self._folder / f"round-{checkpoint.state.round:010d}{SUFFIX}"
+        write_atomic(path, save(arrays, metadata=metadata))
+        for old in self.paths()[self._keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def load(self, path: Path) -> Checkpoint:
+        """Read and verify one. Raises ValueError."""
+        arrays, metadata = _read(path)
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path.name} has format {metadata.get('format')}, expected {FORMAT}")
+        try:
+            as_bytes = set(json.loads(metadata["bytes"]))
+            groups: dict[str, dict[str, np.ndarray | bytes]] = {"state": {}, "book": {}, "learner": {}}
+            for name, array in arrays.items():
+                prefix, _, rest = name.partition("/")
+                groups[prefix][rest] = array.tobytes() if name in as_bytes else array
+            state = rebuild_state(
+                json.loads(metadata["state"]), arrays["state/theta"], arrays.get("state/outer")
+            )
+            commit, extra = bytes.fromhex(metadata["commit"]), json.loads(metadata["extra"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path.name}: damaged metadata: {error!r}") from None
+        return Checkpoint(state, commit, groups["book"], groups["learner"], extra)
+
+    def newest(self, warn: Any = None) -> Checkpoint | None:
+        """The newest valid one, or None when there has never been one.
+
+        Damaged ones are renamed to *.damaged with a warning through `warn(text)`.
+
+        Raises:
+            ShoalError: there are checkpoints and none is valid.
+        """
+        problems = []
+        for path in self.paths():
+            try:
+                return self.load(path)
+            except ValueError as error:
+                problems.append(str(error))
+                if warn is not None:
+                    warn(f"checkpoint set aside: {error}")
+                os.replace(path, path.with_name(path.name + ".damaged"))
+        if problems:
+            raise ShoalError(
+                "No checkpoint can be read",
+                values="; ".join(problems),
+                todo="Restore the data directory from a backup, or join the run anew with another --data-dir.",
+                code=ExitCode.DISK,
+            )
+        return None

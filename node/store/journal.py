@@ -1,0 +1,258 @@
+"""The fsynced journal of what this peer has said: its own updates and the ballot record of the open round.
+
+Invariant: before the first byte of an update leaves, its signed bytes and the delta it was made from are on disk, so that a
+restart says the same bytes again and never issues a second update under one dot. A promise or a vote is durable before the
+message that reveals it.
+
+Form: one file of records `length (4) | kind (1) | sha-256 of kind and body, 16 bytes | body`, appended and fsynced; the
+file is preallocated in steps, so that a full disk is found before a record is half written. A torn or zero tail ends the
+reading. Records that a checkpoint covers are dropped by rewriting the file (temporary, fsync, rename).
+
+Does not cover: what the records mean to the round (protocol/ballot_record.py) or the residual (aggregation/book.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ...protocol.ballot_record import BallotRecord, decode_record
+from ...protocol.errors import ShoalError
+from ...protocol.version import NO_HEAD, Dot
+from .datadir import sync_folder
+
+_RECORD = struct.Struct(">IB16s")
+_IDENTITY, _UPDATE, _BALLOT = 1, 2, 3
+_UPDATE_FIXED = struct.Struct(">QQQ32s32sIIQ")
+PREALLOCATE_BYTES = 1024 * 1024
+RECORD_BYTES_MAX = 2**31  # a length above this is damage, not a record
+FILE = "journal"
+
+
+class JournalFull(Exception):
+    """A record could not be made durable: the disk is full or broken. Nothing of it counts."""
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """One own update as it was published, and what is needed to book it again.
+
+    Attributes:
+        signed: the exact `Signed` header message.
+        payload: the encoded update; for a dense one the fp32 vector.
+        head: the origin's head after it.
+        delta: fp32 [d], what the inner steps of its round came to.
+    """
+
+    dot: Dot
+    round: int
+    base_lineage: bytes
+    signed: bytes
+    payload: bytes
+    head: bytes
+    delta: np.ndarray
+
+
+class Files(Protocol):
+    """The system calls that the journal makes; tests hand in a disk that fails."""
+
+    def write(self, descriptor: int, data: bytes, offset: int) -> int: ...
+
+    def sync(self, descriptor: int) -> None: ...
+
+    def allocate(self, descriptor: int, offset: int, size: int) -> None: ...
+
+
+class RealFiles:
+    """`Files` on a real disk."""
+
+    def write(self, descriptor: int, data: bytes, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def sync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+
+    def allocate(self, descriptor: int, offset: int, size: int) -> None:
+        os.posix_fallocate(descriptor, offset, size)
+
+
+class Journal:
+    """An open journal. One writer; methods block (run them in a worker thread)."""
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        """Open or make the journal in `folder` and read what it holds. Raises OSError, ShoalError (damaged record)."""
+        self._folder = folder
+        self._files = files or RealFiles()
+        self._path = folder / FILE
+        self.incarnation = 0
+        self.last_seq = 0
+        self.last_head = NO_HEAD
+        self.updates: list[OwnUpdate] = []
+        self._ballot: BallotRecord | None = None
+        self._broken: str | None = None
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._end = self._allocated = 0
+        self._replay()
+        sync_folder(folder)
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def _replay(self) -> None:
+        data = self._path.read_bytes()
+        self._allocated = len(data)
+        at = 0
+        while at + _RECORD.size <= len(data):
+            size, kind, checksum = _RECORD.unpack_from(data, at)
+            body = data[at + _RECORD.size : at + _RECORD.size + size]
+            if kind == 0 or size > RECORD_BYTES_MAX or len(body) != size or _checksum(kind, body) != checksum:
+                break
+            self._take(kind, body)
+            at += _RECORD.size + size
+        self._end = at
+        # What follows is a torn write: it must not be read as records after a later, shorter append.
+        if any(data[at:]):
+            os.ftruncate(self._descriptor, at)
+            os.fsync(self._descriptor)
+            self._allocated = at
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if kind == _IDENTITY:
+            self.incarnation, self.last_seq = struct.unpack(">QQ", body[:16])
+            self.last_head = body[16:48]
+        elif kind == _UPDATE:
+            update = _decode_update(body)
+            self.updates.append(update)
+            self.incarnation, self.last_seq, self.last_head = update.dot.incarnation, update.dot.seq, update.head
+        elif kind == _BALLOT:
+            self._ballot = decode_record(body)
+
+    def ballot_record(self, round_: int, base_lineage: bytes) -> BallotRecord | None:
+        """What was last made durable of this round, if anything."""
+        record = self._ballot
+        return record if record is not None and record.concerns(round_, base_lineage) else None
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def start_incarnation(self, known: int = 0) -> int:
+        """Begin a new life, above every one that is known of: no journal, a lost one, or one older than the swarm knows.
+
+        Wall time makes it new even if nobody can be asked; `known` makes it new even if the clock is wrong.
+        """
+        self.incarnation = max(int(time.time()), known + 1, self.incarnation + 1)
+        self.last_seq, self.last_head = 0, NO_HEAD
+        self._append(_IDENTITY, struct.pack(">QQ", self.incarnation, 0) + NO_HEAD)
+        return self.incarnation
+
+    def next_dot(self, peer: str) -> Dot:
+        """The name of the next update. It is taken for good only by `append_update`."""
+        return Dot(peer, self.incarnation, self.last_seq + 1)
+
+    def append_update(self, update: OwnUpdate) -> None:
+        """Make an own update durable. Raises JournalFull; then its dot was not used. ValueError for a dot that was."""
+        if (update.dot.incarnation, update.dot.seq) != (self.incarnation, self.last_seq + 1):
+            raise ValueError(f"{update.dot} does not follow seq {self.last_seq} of incarnation {self.incarnation}")
+        self._append(_UPDATE, _encode_update(update))
+        self.updates.append(update)
+        self.last_seq, self.last_head = update.dot.seq, update.head
+
+    def save_ballot(self, record: BallotRecord) -> None:
+        """Make promise and votes durable. Raises JournalFull."""
+        self._append(_BALLOT, record.encode())
+        self._ballot = record
+
+    def _append(self, kind: int, body: bytes) -> None:
+        record = _RECORD.pack(len(body), kind, _checksum(kind, body)) + body
+        try:
+            if self._end + len(record) > self._allocated:
+                grow = max(PREALLOCATE_BYTES, len(record))
+                self._files.allocate(self._descriptor, self._allocated, grow)
+                self._allocated += grow
+            written = 0
+            while written < len(record):
+                written += self._files.write(self._descriptor, record[written:], self._end + written)
+            self._files.sync(self._descriptor)
+        except OSError as error:
+            self._undo()
+            raise JournalFull(f"{self._path}: {error.strerror or error}") from None
+        self._end += len(record)
+
+    def _undo(self) -> None:
+        """Wipe a record that may be half there: later it must not be found complete."""
+        try:
+            os.ftruncate(self._descriptor, self._end)
+            os.fsync(self._descriptor)
+            self._allocated = self._end
+        except OSError:
+            pass  # the checksum still tells a torn record; the next append overwrites it
+
+    def compact(self, keep: set[Dot]) -> None:
+        """Drop updates other than `keep` (a checkpoint has the rest). Best effort: on a full disk the old file stays."""
+        kept = [u for u in self.updates if u.dot in keep]
+        if len(kept) == len(self.updates):
+            return
+        parts = [(_IDENTITY, struct.pack(">QQ", self.incarnation, self.last_seq) + self.last_head)]
+        parts += [(_UPDATE, _encode_update(u)) for u in kept]
+        # An update record restores seq and head from itself; the identity record must come last to win.
+        parts = parts[1:] + parts[:1]
+        if self._ballot is not None:
+            parts.append((_BALLOT, self._ballot.encode()))
+        temporary = self._path.with_name(FILE + ".tmp")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            end = 0
+            for kind, body in parts:
+                record = _RECORD.pack(len(body), kind, _checksum(kind, body)) + body
+                written = 0
+                while written < len(record):
+                    written += self._files.write(descriptor, record[written:], end + written)
+                end += len(record)
+            self._files.sync(descriptor)
+            os.replace(temporary, self._path)
+        except OSError:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+            return
+        sync_folder(self._folder)
+        os.close(self._descriptor)
+        self._descriptor, self._end, self._allocated = descriptor, end, end
+        self.updates = kept
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _checksum(kind: int, body: bytes) -> bytes:
+    return hashlib.sha256(bytes([kind]) + body).digest()[:16]
+
+
+def _encode_update(update: OwnUpdate) -> bytes:
+    peer = update.dot.peer.encode()
+    delta = update.delta.astype("<f4").tobytes()
+    fixed = _UPDATE_FIXED.pack(
+        update.dot.incarnation, update.dot.seq, update.round, update.base_lineage, update.head,
+        len(peer), len(update.signed), len(update.payload),
+    )  # fmt: skip
+    return fixed + peer + update.signed + update.payload + delta
+
+
+def _decode_update(body: bytes) -> OwnUpdate:
+    incarnation, seq, round_, base, head, peer_size, signed_size, payload_size = _UPDATE_FIXED.unpack_from(body)
+    at = _UPDATE_FIXED.size
+    peer = body[at : at + peer_size].decode()
+    signed = body[at + peer_size : at + peer_size + signed_size]
+    at += peer_size + signed_size
+    payload = body[at : at + payload_size]
+    delta = np.frombuffer(body, "<f4", offset=at + payload_size).astype(np.float32)
+    return OwnUpdate(Dot(peer, incarnation, seq), round_, base, signed, payload, head, delta)
+
+
+__all__ = ["Files", "Journal", "JournalFull", "OwnUpdate", "RealFiles", "ShoalError"]
