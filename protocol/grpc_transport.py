@@ -14,9 +14,13 @@ Every process makes a new leaf, so after a restart of the other side the pinned 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
-from collections.abc import Callable
 from typing import Any
+
+# gRPC writes its own lines to stderr, among the node's; what matters of them comes back as errors.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 from cryptography import x509
@@ -256,15 +260,15 @@ class GrpcTransport:
             try:
                 bound = server.add_secure_port(f"{literal}:{port}", credentials)
                 await server.start()
-            except RuntimeError as error:
-                cause = str(error).splitlines()[0][:200]
+            except RuntimeError:
+                cause = _why_not_bound(candidate, port)
                 await server.stop(None)
                 continue
             self._server = server
             return bound
         raise ShoalError(
             "The address cannot be listened on",
-            values=f"wanted {host or 'any address'} port {port}; {cause or 'it is in use by another process'}",
+            values=f"wanted {host or 'any address'} port {port}; {cause}",
             todo="Choose another with --port (0 takes a free one), or stop the process that has it: `ss -ltnp`.",
             code=ExitCode.ADDRESS,
         )
@@ -319,4 +323,11 @@ async def _read_certificate(address: str) -> bytes:
     return der
 
 
-OnError = Callable[[BaseException], None]
+def _why_not_bound(host: str, port: int) -> str:
+    """The system's own words for why an address cannot be bound; gRPC does not pass them on."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        return f"{error.strerror}"
+    return "it was in use a moment ago"
