@@ -10,7 +10,6 @@ Who signs what: see wire.proto. Convene and Holding are not signed: the session 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -193,12 +192,6 @@ def decode_commit(wire: wire_pb2.Commit, run_id: bytes) -> Commit:
 
 def decode_header(signed: wire_pb2.Signed, run_id: bytes) -> Header:
     """An update's header, its origin's signature checked. Raises PeerFault."""
-    return _header(signed.body, signed.signature, run_id)
-
-
-@lru_cache(maxsize=4 * limits.ROSTER_MAX)  # a roster is repeated until it is answered; its headers need not be
-def _header(body: bytes, signature: bytes, run_id: bytes) -> Header:
-    signed = wire_pb2.Signed(body=body, signature=signature)
     header = parse_header(signed)
     verify_body(signed, header.dot.peer, "update", "origin", run_id)
     return header

@@ -22,6 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from shoal.protocol.ballot import (
@@ -42,8 +43,8 @@ from shoal.protocol.ballot import (
     WakeAt,
 )
 from shoal.protocol.ballot_messages import Commit, Convene, Encoding, Exchange, Header, Join, Roster, Value, Vote
-from shoal.protocol.ballot_record import decode_record
-from shoal.protocol.commit import electorate_after
+from shoal.protocol.ballot_record import BallotRecord, decode_record
+from shoal.protocol.ballot_rules import electorate_after
 from shoal.protocol.deadlines import Timing, Wait
 from shoal.protocol.version import NO_HEAD, Dot, sha256
 from shoal.protocol.wire_pb2 import Signed, UpdateHeader
@@ -67,9 +68,11 @@ class Faults:
     observers: int
     rounds: int
     loss: float
+    starving: float  # extra loss of votes and commits: many attempts then decide the same round
     duplicate: float
     delay_max: float
-    crashes: int  # that restart
+    crashes: int  # that restart, at any time
+    crash_rate: float  # chance of one more, per event, between two of its actions
     deaths: int  # that do not (known to membership a little later)
     mutes: int  # peers that receive but send nothing, for a while
     lasting_mutes: int  # the same, and it never ends
@@ -90,9 +93,11 @@ class Faults:
             observers=rng.choice((0, 0, 0, 1)),
             rounds=rng.choice((1, 1, 2, 2, 3)),
             loss=rng.choice((0.0, 0.05, 0.2, 0.5)),
+            starving=rng.choice((0.0, 0.0, 0.5, 0.9)),
             duplicate=rng.choice((0.0, 0.1)),
             delay_max=rng.choice((0.05, 0.3, 2.0)),
             crashes=rng.choice((0, 1, 2, 4)),
+            crash_rate=rng.choice((0.0, 0.01, 0.05)),
             deaths=deaths,
             mutes=rng.choice((0, 0, 1, 2)),
             lasting_mutes=1 if minority > deaths and rng.random() < 0.2 else 0,
@@ -121,6 +126,11 @@ class Disk:
     adopted: tuple[int, ...] = _ZERO
     damped: tuple[int, ...] = _ZERO
     by_hand: tuple[int, ...] = _ZERO  # the residual, moved along with every event
+
+
+@lru_cache(maxsize=256)
+def on_disk(encoded: bytes | None) -> BallotRecord | None:
+    return decode_record(encoded) if encoded is not None else None
 
 
 class Peer:
@@ -229,7 +239,7 @@ class Schedule:
 
     def open_round(self, peer: Peer) -> None:
         round_, lineage, electorate = self.position(peer)
-        record = decode_record(peer.disk.record) if peer.disk.record is not None else None
+        record = on_disk(peer.disk.record)
         peer.ballot = Ballot(
             me=peer.name,
             electorate=electorate,
@@ -257,11 +267,11 @@ class Schedule:
         ballot = ballot or peer.ballot
         actions = ballot.handle(self.now, event)
         life, wake = peer.life, None
-        crashing = not self.peace and self.faults.crashes and self.rng.random() < 0.01
+        crashing = not self.peace and self.rng.random() < self.faults.crash_rate
         cut = self.rng.randrange(len(actions) + 1) if crashing else -1
         for i, action in enumerate(actions):
             if i == cut:
-                return self.on_crash(peer.name, self.rng.uniform(0.05, 3.0))
+                return self.on_crash(peer.name, self.rng.choice((0.05, 0.5, 3.0)))
             if isinstance(action, WakeAt):
                 wake = action.at
             else:
@@ -319,17 +329,16 @@ class Schedule:
         if self.peace:
             self.at(self.now + rng.uniform(0.001, 0.05), "deliver", peer.name, to, message)
             return
+        loss = max(faults.loss, faults.starving) if isinstance(message, Vote | Commit) else faults.loss
         for _ in range(2 if rng.random() < faults.duplicate else 1):
-            if rng.random() >= faults.loss:
+            if rng.random() >= loss:
                 self.at(self.now + rng.uniform(0.001, faults.delay_max), "deliver", peer.name, to, message)
 
     def on_deliver(self, source: str, to: str, message: Any) -> None:
         peer = self.peers[to]
         if not peer.up:
             return
-        if message == "behind":  # "which commit follows the state that I have?"
-            return
-        if isinstance(message, tuple):
+        if isinstance(message, tuple):  # "which commit follows the state that I have?"
             _, round_, lineage = message
             for commit in peer.disk.chain:
                 if (commit.round, commit.base_lineage) == (round_, lineage):
@@ -371,15 +380,15 @@ class Schedule:
 
     def on_restart(self, name: str) -> None:
         peer = self.peers[name]
-        if peer.up or (name in self.dying and peer.name not in self._living_dying()):
+        if peer.up or (name in self.dying and (self.peace or name not in self._doomed())):
             return
         peer.up = True
         peer.dead_view = frozenset()
         peer.held = {header.update_hash for header, _ in peer.disk.journal.values()}
         self.open_round(peer)
 
-    def _living_dying(self) -> frozenset[str]:
-        """Those doomed to die that have not died for good yet: a "die" event for them is still in the queue."""
+    def _doomed(self) -> frozenset[str]:
+        """Who will die for good but has not yet: may come back from a crash until then."""
         return frozenset(what[1] for _, _, what in self._queue if what[0] == "die")
 
     def on_detect(self) -> None:
@@ -407,6 +416,7 @@ class Schedule:
 
     def on_peace(self) -> None:
         """Faults stop: who can come back is back, verdicts are right, messages are quick."""
+        self.peace = True
         for name in sorted(self.peers):
             self.peers[name].muted = name in self.mute_for_good
             if not self.peers[name].up and name not in self.dying:
@@ -414,7 +424,6 @@ class Schedule:
         for name in sorted(self.dying):
             if self.peers[name].up:
                 self.kill(self.peers[name])
-        self.peace = True
         self.max_attempt_at_peace = max(p.ballot.attempt for p in self.peers.values())
         self.at(self.now + 1.0, "detect")
         for peer in list(self.peers.values()):  # some clock always closes a round
@@ -524,9 +533,7 @@ class Schedule:
         if not peer.up or peer.life != life or peer.exchange is not roster:
             return
         ring = [self.peers[p] for p in roster.peers]
-        if all(p.up and p.exchange == roster for p in ring) or any(
-            p.exchange == roster and p is not peer for p in ring[:0]
-        ):
+        if all(p.up and p.exchange == roster for p in ring):
             chunks = tuple(sha256(repr((roster.attempt, i)).encode(), roster.base_lineage) for i in range(len(ring)))
             self.event(peer, Held((), chunks))
         else:
@@ -546,7 +553,7 @@ class Schedule:
                 raise Violation(f"two rosters in attempt {message.attempt}")
         if not self.monitors or not isinstance(message, Join | Vote | Convene) or getattr(message, "observer", False):
             return
-        record = decode_record(peer.disk.record) if peer.disk.record is not None else None
+        record = on_disk(peer.disk.record)
         if record is None or not record.concerns(*about):
             raise Violation(f"{peer.name} reveals attempt {message.attempt} with nothing on disk")
         key = (peer.name, *about)
