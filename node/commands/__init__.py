@@ -1,0 +1,1 @@
+"""What the `shoal` commands do; `node/cli.py` has their flags and help."""

@@ -1,0 +1,148 @@
+"""Finding somebody to talk to: which addresses to try in which order, how long to wait, and what has failed why.
+
+Covers the peer cache on disk and the retry policy; both pure but for the cache's file. LAN and DHT are lan.py and dht.py.
+A dead bootstrap peer never strands a node: the invite may name several peers, and everybody met before is remembered.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import limits
+from .errors import ExitCode, PeerFault, ShoalError
+from .identity import public_key_from_peer_id
+from .invite import check_address
+
+CACHE_PEERS_MAX = 256
+BACKOFF_SECONDS_MIN = 0.5
+
+
+class PeerCache:
+    """Peers that were connected to, newest first, in a small JSON file. A damaged file is set aside, not fatal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.peers: dict[str, list[str]] = {}
+        self.warning = ""
+        try:
+            for peer, addresses in json.loads(path.read_text())["peers"][:CACHE_PEERS_MAX]:
+                public_key_from_peer_id(peer)
+                self.peers[peer] = [check_address(a) for a in addresses[: limits.ADDRESSES_MAX]]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, PeerFault) as error:
+            self.peers = {}
+            self.warning = f"peer cache set aside: {error}"
+            os.replace(path, path.with_name(path.name + ".damaged"))
+
+    def met(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember a peer at the front; `save` writes."""
+        known = self.peers.pop(peer, [])
+        merged = list(dict.fromkeys([*addresses, *known]))[: limits.ADDRESSES_MAX]
+        self.peers = dict(list({peer: merged, **self.peers}.items())[:CACHE_PEERS_MAX])
+
+    def forget(self, peer: str) -> None:
+        self.peers.pop(peer, None)
+
+    def encoded(self) -> bytes:
+        """The file's content."""
+        return json.dumps({"peers": list(self.peers.items())}, indent=1).encode()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One address of one peer, and how it is known ("invite", "cache", "lan", "dht")."""
+
+    peer: str
+    address: str
+    source: str
+
+
+def candidates(sources: Iterable[tuple[str, Iterable[tuple[str, Iterable[str]]]]], me: str) -> list[Candidate]:
+    """All addresses in the order to try: sources as given, the first addresses of all peers before their second ones."""
+    found: dict[tuple[str, str], Candidate] = {}
+    for source, peers in sources:
+        listed = [(peer, list(addresses)) for peer, addresses in peers if peer != me]
+        for rank in range(limits.ADDRESSES_MAX):
+            for peer, addresses in listed:
+                if rank < len(addresses):
+                    found.setdefault((peer, addresses[rank]), Candidate(peer, addresses[rank], source))
+    return list(found.values())
+
+
+@dataclass
+class Attempts:
+    """What was tried and failed, and whether to go on. Pure: time and randomness come in."""
+
+    started: float
+    seconds_max: float = 0.0  # 0: for ever
+    rounds: int = 0
+    failures: dict[Candidate, tuple[str, bool]] = field(default_factory=dict)
+
+    def failed(self, candidate: Candidate, cause: str, permanent: bool) -> None:
+        self.failures[candidate] = (cause, permanent)
+
+    def next_wait(self, now: float, rng: random.Random) -> tuple[float | None, str]:
+        """Seconds until all are tried again, or None to give up; with the reason."""
+        self.rounds += 1
+        if self.failures and all(permanent for _, permanent in self.failures.values()):
+            return None, "every address refused for a reason that waiting does not mend"
+        elapsed = now - self.started
+        if 0 < self.seconds_max <= elapsed:
+            return None, f"nobody answered within {self.seconds_max:g} s"
+        wait = min(BACKOFF_SECONDS_MIN * 2 ** min(self.rounds, 16), limits.RECONNECT_BACKOFF_SECONDS_MAX)
+        wait *= 0.75 + 0.5 * rng.random()
+        return wait, f"trying {len(self.failures)} addresses again in {wait:.1f} s: {self.describe()}"
+
+    def describe(self) -> str:
+        """Each address with its cause, in one line."""
+        return "; ".join(f"{c.address} ({c.source}): {cause}" for c, (cause, _) in self.failures.items()) or "none known"
+
+    def error(self, reason: str) -> ShoalError:
+        """The end of trying, in three parts."""
+        return ShoalError(
+            "No peer of the run could be reached",
+            values=f"{reason}; tried {self.describe()}",
+            todo="Check that a peer is up (`shoal doctor` on its machine shows what others can reach), or ask for a new invite.",
+            code=ExitCode.UNREACHABLE,
+        )
+
+
+def kind_of(host: str) -> str:
+    """ "loopback", "private", "link-local", "unspecified", "public" or "name"."""
+    try:
+        ip = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return "loopback" if host == "localhost" else "name"
+    if ip.is_unspecified:
+        return "unspecified"
+    if ip.is_loopback:
+        return "loopback"
+    if ip.is_link_local:
+        return "link-local"
+    return "private" if ip.is_private else "public"
+
+
+def announceable(listen: str, port: int, interfaces: Sequence[str], announce: Sequence[str]) -> list[str]:
+    """What to tell others: what the user says, else where we listen, else this machine's addresses that others can reach.
+
+    Loopback is announced only when we listen on nothing else: then it is right for a swarm on one machine.
+    """
+    if announce:
+        return list(announce)[: limits.ADDRESSES_MAX]
+    if listen and kind_of(listen) != "unspecified":
+        return [join_address(listen, port)]
+    useful = [host for host in interfaces if kind_of(host) in ("private", "public")]
+    hosts = sorted(useful, key=lambda h: kind_of(h) != "public") or ["127.0.0.1"]
+    return [join_address(host, port) for host in hosts][: limits.ADDRESSES_MAX]
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
