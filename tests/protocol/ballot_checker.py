@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -629,5 +630,24 @@ def check(seed: int, faults: Faults | None = None, *, monitors: bool = True) -> 
     try:
         schedule.run()
     except Violation as violation:
-        raise Violation(f"seed {seed}: {violation}\n  {schedule.faults}") from None
+        raise Violation(
+            f"seed {seed}: {violation}\n  {schedule.faults}\n  again: python tests/protocol/ballot_checker.py {seed} 1"
+        ) from None
     return schedule
+
+
+def check_many(first: int, count: int) -> list[str]:
+    """Problems of the seeds first … first + count - 1, as text."""
+    problems = []
+    for seed in range(first, first + count):
+        try:
+            check(seed)
+        except Violation as violation:
+            problems.append(str(violation))
+    return problems
+
+
+if __name__ == "__main__":  # python tests/protocol/ballot_checker.py FIRST_SEED COUNT
+    found = check_many(int(sys.argv[1]), int(sys.argv[2]))
+    print("\n".join(found))
+    sys.exit(1 if found else 0)
