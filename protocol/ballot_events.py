@@ -52,8 +52,8 @@ class Received:
 
 @dataclass(frozen=True)
 class Held:
-    """All updates held complete and verified (hashes; others than the roster's do no harm). Dense: hashes of all reduced
-    chunks of the exchange in progress, in order, once it is complete."""
+    """All updates held complete and verified (hashes; others than the roster's do no harm). Dense: hashes of all
+    reduced chunks of the exchange in progress, in order, once it is complete."""
 
     update_hashes: tuple[bytes, ...]
     chunk_hashes: tuple[bytes, ...] = ()

@@ -3,9 +3,9 @@
 Covers: update headers, `Value` with its canonical bytes and hash, the messages of one round, `Commit`. Does not cover:
 signatures and limits of messages from the wire (ballot_wire.py), or who may say what when (ballot.py).
 
-`Value` is the one thing here that owns its bytes: its hash is what members vote for, so the encoding must be one to one.
-Protobuf without maps, written field by field in order, is; `decode_value` refuses bytes that do not encode back to
-themselves.
+`Value` is the one thing here that owns its bytes: its hash is what members vote for, so the encoding must be one to
+one. Protobuf without maps, written field by field in order, is; `decode_value` refuses bytes that do not encode back
+to themselves.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def parse_header(signed: Signed) -> Header:
 
 @dataclass(frozen=True)
 class Convene:
-    """ "I am at this attempt": from its convener a call for joins, from anybody else news (and a nack to lower ones)."""
+    """ "I am at this attempt": from its convener a call for joins, from anybody else news (and a nack to lower
+    ones)."""
 
     round: int
     base_lineage: bytes
@@ -280,7 +281,8 @@ class Roster:
 
 @dataclass(frozen=True)
 class Holding:
-    """Which of the roster's updates the sender has, complete and verified; dense: hashes of all reduced chunks or none."""
+    """Which of the roster's updates the sender has, complete and verified; dense: hashes of all reduced chunks or
+    none."""
 
     peer: str
     round: int

@@ -24,8 +24,8 @@ _LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class BallotRecord:
-    """`promised` is -1 before the first join. `voted`, `voted_split`: the last vote in an attempt with a majority on its
-    roster, and in one without (the two never stand in for each other, or a split could overrule a majority)."""
+    """`promised` is -1 before the first join. `voted`, `voted_split`: the last vote in an attempt with a majority on
+    its roster, and in one without (the two never stand in for each other, or a split could overrule a majority)."""
 
     round: int
     base_lineage: bytes
@@ -56,7 +56,7 @@ def decode_record(encoded: bytes) -> BallotRecord:
         raise ShoalError(
             "The ballot record on disk is damaged",
             values=f"checksum {found.hex()[:16]}, expected {checksum.hex()[:16]}",
-            todo="Restore the data directory, or start with a new incarnation: this peer may have voted in the open round.",
+            todo="Restore the data directory, or start with a new incarnation: a vote may be forgotten.",
             code=ExitCode.DISK,
         )
     try:

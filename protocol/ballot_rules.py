@@ -1,4 +1,5 @@
-"""The decisions of a round as pure functions: who convenes, what is a majority, what binds, what may be proposed and voted.
+"""The decisions of a round as pure functions: who convenes, what is a majority, what binds, what may be proposed and
+voted.
 
 Each answer that a person may want explained comes with its reason. State and time live in ballot.py.
 """
@@ -56,8 +57,8 @@ def is_split_roster(roster: Roster, electorate: Collection[str]) -> bool:
 def binding(votes: Iterable[VotedFor | None]) -> VotedFor | None:
     """The earlier vote that must be proposed again: of the highest attempt, majority attempts before split ones.
 
-    Split votes rank below all others: otherwise the vote of a minority in a later attempt would overrule what a majority
-    may have decided in an earlier one.
+    Split votes rank below all others: otherwise the vote of a minority in a later attempt would overrule what a
+    majority may have decided in an earlier one.
     """
     return max((v for v in votes if v is not None), key=lambda v: (v.rank, v.value.hash), default=None)
 
@@ -227,8 +228,9 @@ def may_accept_split(
 ) -> bool:
     """Whether a split commit can be taken as the round's decision although this member's view was not asked.
 
-    It can when those that might still decide otherwise are no majority: who neither signed it, nor is known to have taken it
-    (`decided`), nor is dead or silent (`gone`), and this member itself when it voted (`votes`) for another value.
+    It can when those that might still decide otherwise are no majority: who neither signed it, nor is known to have
+    taken it (`decided`), nor is dead or silent (`gone`), and this member itself when it voted (`votes`) for another
+    value.
     """
     open_ = {p for p in electorate if p not in commit.signers and p not in gone and p not in decided and p != me}
     if any(value != commit.value for value in votes):

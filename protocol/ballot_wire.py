@@ -184,7 +184,8 @@ def decode(envelope: wire_pb2.Envelope, peer: str, run_id: bytes) -> Message:
 
 
 def decode_commit(wire: wire_pb2.Commit, run_id: bytes) -> Commit:
-    """A commit with all its votes' signatures checked; whether they are enough is `commit.check_commit`'s. Raises PeerFault."""
+    """A commit with all its votes' signatures checked; whether they are enough is `commit.check_commit`'s. Raises
+    PeerFault."""
     _need(wire.attempt <= limits.ATTEMPTS_MAX, f"attempt {wire.attempt}")
     _need(len(wire.votes) <= limits.ROSTER_MAX, f"commit with {len(wire.votes)} votes")
     return Commit(wire.attempt, decode_value(wire.value), tuple(_vote(signed, run_id) for signed in wire.votes))
@@ -282,7 +283,7 @@ def _roster(wire: wire_pb2.Roster, peer: str, run_id: bytes) -> Roster:
     _check_place(wire)
     _check_signer(wire.convener, peer)
     count = len(wire.entries) + len(wire.joiners)
-    _need(0 < len(wire.entries) and count <= limits.ROSTER_MAX, f"roster of {count} peers, limit {limits.ROSTER_MAX}")
+    _need(len(wire.entries) > 0 and count <= limits.ROSTER_MAX, f"roster of {count} peers, limit {limits.ROSTER_MAX}")
     _need(len(wire.reason) <= limits.REASON_CHARS_MAX, f"reason of {len(wire.reason)} characters")
     _need(wire.exchange in set(Exchange), f"roster with exchange {wire.exchange}")
     named = [*(entry.peer for entry in wire.entries), *wire.joiners]

@@ -1,8 +1,9 @@
-"""What a commit proves, who may vote next, and the chain of commits: ancestry, forks, and which side of a fork wins. Pure.
+"""What a commit proves, who may vote next, and the chain of commits: ancestry, forks, and which side of a fork wins.
+Pure.
 
-`verify_commit` is for catch-up: it needs nothing but the commit's bytes and the electorate of its round. `CommitLog` keeps
-the records of the last `COMMIT_RECORDS_KEPT` rounds, on every branch that was heard of, so that the point of a fork is
-known; what it cannot know it says.
+`verify_commit` is for catch-up: it needs nothing but the commit's bytes and the electorate of its round. `CommitLog`
+keeps the records of the last `COMMIT_RECORDS_KEPT` rounds, on every branch that was heard of, so that the point of a
+fork is known; what it cannot know it says.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Winner(Enum):
 
 @dataclass(frozen=True)
 class Resolution:
-    """Who wins a conflict and why. `fork`: the last common lineage; `rounds_stale`: rounds that the loser is behind it."""
+    """Who wins a conflict and why. `fork`: the last common lineage; `rounds_stale`: rounds that the loser is behind
+    it."""
 
     winner: Winner
     reason: str
@@ -121,7 +123,8 @@ class CommitLog:
         return older == newer or any(r.base_lineage == older for r in self.chain(newer))
 
     def after(self, lineage: bytes, tip: bytes, limit: int = limits.COMMITS_PER_REPLY_MAX) -> list[CommitRecord]:
-        """Up to `limit` records of the chain to `tip` that come after `lineage`, oldest first; empty when it is not on it."""
+        """Up to `limit` records of the chain to `tip` that come after `lineage`, oldest first; empty when it is not
+        on it."""
         later: list[CommitRecord] = []
         for record in self.chain(tip):
             later.append(record)
@@ -141,8 +144,8 @@ class CommitLog:
     def resolve_conflict(self, mine: bytes, theirs: bytes) -> Resolution:
         """Which of two lineages stands. Both sides compute the same from the same records.
 
-        In this order: more distinct signers from the electorate at the fork, more capped weight since the fork, the smaller
-        lineage right after the fork.
+        In this order: more distinct signers from the electorate at the fork, more capped weight since the fork, the
+        smaller lineage right after the fork.
         """
         fork = self.fork_point(mine, theirs)
         if fork is None:
@@ -164,7 +167,7 @@ class CommitLog:
             won, why = weights[0] > weights[1], f"equal signers; capped weight {weights[0]} against {weights[1]}"
         else:
             won = first[0] < first[1]
-            why = f"equal signers and weight; lineage {first[0].hex()[:16]} against {first[1].hex()[:16]}, the smaller wins"
+            why = f"equal signers and weight; {first[0].hex()[:16]} against {first[1].hex()[:16]}, the smaller wins"
         return Resolution(
             Winner.MINE if won else Winner.THEIRS, f"{why} (mine first)", fork, len(sides[1 if won else 0])
         )

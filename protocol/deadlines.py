@@ -5,8 +5,8 @@ median + k * MAD, between a floor and a ceiling. MAD is the median absolute devi
 few arrivals that a death or a pause made absurd. Within a round every further attempt multiplies the waits by `growth`
 (up to `growth_max`), so that peers whose timers disagree end up overlapping long enough.
 
-The waits nest: a member waits for the roster longer than the convener waits for joins, and so on, or members would leave
-an attempt that its convener still holds open.
+The waits nest: a member waits for the roster longer than the convener waits for joins, and so on, or members would
+leave an attempt that its convener still holds open.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class DeadlinePolicy:
     k: float = 6.0
     """Deviations above the median. Lower passes over the silent sooner and the slow too often."""
     spread_min: float = 0.1
-    """Deviation is taken as at least this share of the median: with even arrivals the MAD alone would cut off the half above."""
+    """Deviation is taken as at least this share of the median: with even arrivals the MAD alone would cut off the
+    half above."""
     floor_s: Mapping[Wait, float] = field(
         default_factory=lambda: MappingProxyType({Wait.LOCAL: 2.0, Wait.EXCHANGE: 4.0} | dict.fromkeys(_QUICK, 1.0))
     )
@@ -109,7 +110,7 @@ class Deadlines:
         chosen = min(max(wanted, low), high)
         bound = "" if chosen == wanted else f", kept within {low:g} and {high:g} s"
         return chosen, (
-            f"{wait.value}: median {middle:.3g} s + {policy.k:g} x deviation {deviation:.3g} s of {len(seen)} arrivals{bound}"
+            f"{wait.value}: median {middle:.3g} s + {policy.k:g} x {deviation:.3g} s, {len(seen)} arrivals{bound}"
         )
 
     def timing(self) -> Timing:

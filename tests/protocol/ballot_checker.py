@@ -1,18 +1,20 @@
-"""A model checker for the ballot: random schedules of delay, loss, duplication, crash, restart, mute peers, wrong verdicts.
+"""A model checker for the ballot: random schedules of delay, loss, duplication, crash, restart, mute peers, wrong
+verdicts.
 
-One schedule is one seed. A few peers run the real `Ballot` over several rounds in virtual time; faults stop at some point, and
-from then on every round must be decided within a bounded number of attempts. What is checked, after every action:
+One schedule is one seed. A few peers run the real `Ballot` over several rounds in virtual time; faults stop at some
+point, and from then on every round must be decided within a bounded number of attempts. What is checked, after every
+action:
 
     agreement    of all commits for one round and lineage, those that are not marked split are one
-    commits      votes of a majority (or marked split), counted here anew; updates come from a roster of the round, one per
-                 origin, each dot at most once along a lineage
+    commits      votes of a majority (or marked split), counted here anew; updates come from a roster of the round, one
+                 per origin, each dot at most once along a lineage
     durability   a promise or vote is on disk before a message reveals it
     promises     no vote below an attempt that was promised, one value per attempt, joins carry the last vote
     residual     learned - adopted - damped, equal to one kept by hand, to the bit
     liveness     everybody who is alive gets to the last round
 
-Crashes fall between any two actions of one reply; what was not persisted is gone. The exchange is modelled: an update arrives
-when somebody alive holds it.
+Crashes fall between any two actions of one reply; what was not persisted is gone. The exchange is modelled: an update
+arrives when somebody alive holds it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-import shoal.protocol.ballot as ballot_module
+import shoal.protocol.ballot_attempt as attempt_module
+import shoal.protocol.ballot_convener as convener_module
 import shoal.protocol.ballot_rules as rules_module
 from shoal.protocol.ballot import Ballot, Phase
 from shoal.protocol.ballot_messages import Propose, Vote, VotedFor
@@ -71,7 +72,7 @@ def persist_nothing_but_promises(monkeypatch):
 
 
 def half_is_a_majority(monkeypatch):
-    for module in (ballot_module, rules_module):
+    for module in (attempt_module, convener_module, rules_module):
         monkeypatch.setattr(module, "is_majority", lambda count, electorate: 2 * count >= electorate)
 
 
