@@ -9,8 +9,10 @@ leaf's key. Does not cover: what is signed (signing.py) or who may enter (admiss
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import os
+import secrets
 import stat
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +36,8 @@ _TLS_PREFIX = b"libp2p-tls-handshake:"
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 # The largest key that libp2p allows in practice is RSA 8192; anything longer is hostile.
 _PUBLIC_KEY_BYTES_MAX = 2048
+# An honest leaf has about 500 bytes, one with an RSA 8192 host key about 2,700.
+_CERTIFICATE_BYTES_MAX = 8 * 1024
 
 
 # --- encodings --------------------------------------------------------------------------------------------------------
@@ -83,9 +87,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     for offset in range(at, min(len(data), at + 5)):
         value |= (data[offset] & 0x7F) << shift
         if not data[offset] & 0x80:
+            if offset > at and data[offset] == 0:
+                break  # padded: one key would have several encodings, and so several peer ids
             return value, offset + 1
         shift += 7
-    raise PeerFault("bad_key", "varint does not end")
+    raise PeerFault("bad_key", "varint does not end or is padded")
 
 
 def parse_key(encoded: bytes) -> tuple[str, bytes]:
@@ -113,6 +119,8 @@ def _der_parts(data: bytes, count: int, tag: int) -> list[bytes]:
             if width not in (1, 2) or len(data) < at + width:
                 raise PeerFault("bad_certificate", "impossible DER length")
             size, at = int.from_bytes(data[at : at + width], "big"), at + width
+            if size < (0x80 if width == 1 else 0x100):
+                raise PeerFault("bad_certificate", "DER length is not the shortest")
         if len(data) < at + size:
             raise PeerFault("bad_certificate", "DER element is cut off")
         parts.append(data[at : at + size])
@@ -123,7 +131,8 @@ def _der_parts(data: bytes, count: int, tag: int) -> list[bytes]:
 
 
 def _der(tag: int, body: bytes) -> bytes:
-    size = bytes([len(body)]) if len(body) < 0x80 else bytes([0x82]) + len(body).to_bytes(2, "big")
+    width = 0 if len(body) < 0x80 else 1 if len(body) < 0x100 else 2
+    size = bytes([0x80 | width]) + len(body).to_bytes(width, "big") if width else bytes([len(body)])
     return bytes([tag]) + size + body
 
 
@@ -173,15 +182,30 @@ def make_certificate(identity: Identity) -> Certificate:
 CERTIFICATE_NAME = "shoal.invalid"
 
 
+# x509 has no common base class: several of its errors are neither ValueError nor each other.
+_X509_ERRORS = (
+    ValueError,
+    TypeError,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+    InvalidSignature,
+    UnsupportedAlgorithm,
+)
+
+
 def verify_certificate(der: bytes) -> str:
     """The peer id that a certificate proves. Raises PeerFault("bad_certificate" or "bad_key")."""
+    if len(der) > _CERTIFICATE_BYTES_MAX:
+        raise PeerFault("bad_certificate", f"{len(der)} bytes, limit {_CERTIFICATE_BYTES_MAX}")
     try:
         certificate = x509.load_der_x509_certificate(der)
         extension = certificate.extensions.get_extension_for_oid(_TLS_EXTENSION).value
         leaf = certificate.public_key()
         spki = leaf.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
         certificate.verify_directly_issued_by(certificate)
-    except (ValueError, TypeError, x509.ExtensionNotFound, InvalidSignature, UnsupportedAlgorithm) as error:
+    except _X509_ERRORS as error:
         raise PeerFault("bad_certificate", f"{type(error).__name__}: {error}") from None
     if not isinstance(extension, x509.UnrecognizedExtension):
         raise PeerFault("bad_certificate", "the extension has another form")
@@ -201,12 +225,12 @@ def _verify_host_key(public: bytes, signature: bytes, message: bytes) -> None:
             key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
         else:
             key = serialization.load_der_public_key(data)
-            if isinstance(key, ec.EllipticCurvePublicKey):
+            if kind == "ecdsa" and isinstance(key, ec.EllipticCurvePublicKey):
                 key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
-            elif isinstance(key, rsa.RSAPublicKey):
+            elif kind == "rsa" and isinstance(key, rsa.RSAPublicKey):
                 key.verify(signature, message, PKCS1v15(), hashes.SHA256())
             else:
-                raise PeerFault("bad_key", f"unexpected {type(key).__name__}")
+                raise PeerFault("bad_key", f"{kind} announced, {type(key).__name__} found")
     except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
         raise PeerFault("bad_certificate", f"host key signature: {type(error).__name__}") from None
 
@@ -227,7 +251,8 @@ class Identity:
     @classmethod
     def generate(cls, seed: bytes | None = None) -> Identity:
         """A new one; 32 bytes of `seed` make it reproducible (for the simulator and tests)."""
-        return cls(ed25519.Ed25519PrivateKey.from_private_bytes(seed) if seed else ed25519.Ed25519PrivateKey.generate())
+        make = ed25519.Ed25519PrivateKey
+        return cls(make.generate() if seed is None else make.from_private_bytes(seed))
 
     @classmethod
     def decode(cls, encoded: bytes) -> Identity:
@@ -256,14 +281,9 @@ class Identity:
         """
         try:
             _create(path)
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = _open_to_lock(path)
         except OSError as error:
-            raise ShoalError(
-                "The identity file cannot be read or made",
-                values=f"{path}: {error.strerror}",
-                todo="Check the folder's owner, permissions and free space.",
-                code=ExitCode.DISK,
-            ) from None
+            raise _unusable(path, error) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return cls._checked(descriptor, path)
@@ -275,6 +295,9 @@ class Identity:
                 todo="Stop the other process, or give this one its own --data-dir.",
                 code=ExitCode.LOCKED,
             ) from None
+        except OSError as error:  # a folder, a filesystem without locks, a bad disk
+            os.close(descriptor)
+            raise _unusable(path, error) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -308,19 +331,44 @@ class Identity:
             self._lock = None
 
 
+def _unusable(path: Path, error: OSError) -> ShoalError:
+    return ShoalError(
+        "The identity file cannot be read, locked or made",
+        values=f"found {error.strerror} at {path}, expected one file of 68 bytes that can be locked",
+        todo="Check the path, the folder's owner, permissions and free space, and that its filesystem has locks.",
+        code=ExitCode.DISK,
+    )
+
+
+def _open_to_lock(path: Path) -> int:
+    """Open for reading, and for writing where the mode allows it: over NFS an exclusive lock needs that."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _create(path: Path) -> None:
     """Write a new key, complete and fsynced, unless the file exists: two processes at once end up with one key."""
     if path.exists():
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Named by chance, not by process id: a crash's leftover must not stop the next start (in a container both are 1).
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, Identity.generate().encode())
+        key = Identity.generate().encode()
+        if os.write(descriptor, key) != len(key):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
         try:
-            os.link(temporary, path)
+            os.link(temporary, path)  # unlike a rename, never replaces
         except FileExistsError:
             pass
     finally:
         os.close(descriptor)
         os.unlink(temporary)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -8,6 +8,7 @@ makes an invite useless. The token part is a secret of the run: whoever has it m
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -15,17 +16,20 @@ from . import limits
 from .errors import ExitCode, PeerFault, ShoalError
 from .identity import public_key_from_peer_id
 
-_HOST = r"(?:\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253})"
-_ADDRESS = re.compile(rf"^{_HOST}:(\d{{1,5}})$")
+# DNS labels, or an IPv6 address in brackets: what name resolution cannot even encode never gets that far.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]{{2,45}})\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 _TOKEN_BYTES = 40  # id (8) and secret (32)
 INVITE_CHARS_MAX = 8192
 
 
 def check_address(address: str) -> str:
     """`host:port`, IPv6 in brackets. Raises ValueError."""
-    match = _ADDRESS.match(address)
-    if len(address) > limits.ADDRESS_CHARS_MAX or not match or not 0 < int(match[1]) < 65536:
+    match = _ADDRESS.fullmatch(address) if len(address) <= limits.ADDRESS_CHARS_MAX else None
+    if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError(f"{address[:80]!r} is not host:port")
+    if match[1] is not None:
+        ipaddress.IPv6Address(match[1])  # its AddressValueError is a ValueError
     return address
 
 

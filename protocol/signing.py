@@ -5,6 +5,7 @@ A signature covers `shoal/v1/<type>/<role>` NUL run_id body, so that nothing sig
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 from cryptography.exceptions import InvalidSignature
@@ -18,6 +19,7 @@ from .wire_pb2 import Signed
 # Rumours and headers are seen many times; 32 bytes each.
 _VERIFIED_MAX = 16_384
 _verified: OrderedDict[bytes, None] = OrderedDict()
+_lock = threading.Lock()  # verification also happens in worker threads
 
 
 def covered(type_: str, role: str, run_id: bytes, body: bytes) -> bytes:
@@ -36,14 +38,16 @@ def verify_body(signed: Signed, signer: str, type_: str, role: str, run_id: byte
         raise PeerFault("bad_signature", f"signature of {len(signed.signature)} bytes")
     message = covered(type_, role, run_id, signed.body)
     key = sha256(signer.encode(), b"\0", signed.signature, message)
-    if key in _verified:
-        _verified.move_to_end(key)
-        return signed.body
+    with _lock:
+        if key in _verified:
+            _verified.move_to_end(key)
+            return signed.body
     try:
         public_key_from_peer_id(signer).verify(signed.signature, message)
     except InvalidSignature:
         raise PeerFault("bad_signature", f"{type_}/{role} is not signed by {signer[-8:]}") from None
-    _verified[key] = None
-    if len(_verified) > _VERIFIED_MAX:
-        _verified.popitem(last=False)
+    with _lock:
+        _verified[key] = None
+        if len(_verified) > _VERIFIED_MAX:
+            _verified.popitem(last=False)
     return signed.body
