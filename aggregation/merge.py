@@ -165,7 +165,9 @@ def merge_round(
         else:
             accumulator.add(update.indices, fixed)
     new_theta, new_buffer = outer.step(theta, buffer, accumulator.total)
-    reason = f"mean of {len(items) - len(voids)} updates, {len(voids)} void, {clipped} clipped, total weight {normalizer}"
+    reason = (
+        f"mean of {len(items) - len(voids)} updates, {len(voids)} void, {clipped} clipped, total weight {normalizer}"
+    )
     if not np.isfinite(new_theta).all():
         return MergeResult(theta, buffer, np.zeros_like(accumulator.total), tuple(k for k, _, _ in items),
                            "no step: it would leave the range of fp32")  # fmt: skip

@@ -172,7 +172,9 @@ class RingReduce:
 
     def result(self) -> np.ndarray:
         """The reduced vector fp32 [d]: a function of the reduced chunks' bytes alone."""
-        parts = [_decode_chunk(self._reduced[c], high - low, self._setting) for c, (low, high) in enumerate(self.bounds)]
+        parts = [
+            _decode_chunk(self._reduced[c], high - low, self._setting) for c, (low, high) in enumerate(self.bounds)
+        ]
         return np.concatenate(parts)
 
 
@@ -191,9 +193,7 @@ def _decode_chunk(payload: bytes, size: int, setting: Compression) -> np.ndarray
         raise PeerFault("bad_chunk", fault.detail) from None
 
 
-def choose_exchange(
-    n: int, sparse_bytes: int, d: int, dense_bits: int
-) -> tuple[Literal["sparse", "dense"], str]:
+def choose_exchange(n: int, sparse_bytes: int, d: int, dense_bits: int) -> tuple[Literal["sparse", "dense"], str]:
     """The cheaper exchange in bytes that one member sends, and why. Equal on all peers: nothing measured enters."""
     sparse = (n - 1) * sparse_bytes
     dense = (n - 1) * (4 * d + d * dense_bits // 8) // n

@@ -293,7 +293,9 @@ def _check_files(config: Config, path: Path | None) -> Config:
         "node.rewards_file": config.node.rewards_file,
         "node.model_path": config.node.model_path,
         "run.task.name": config.run.task.name if config.run.task.name.endswith(".jsonl") else "",
-        "node.task.name": config.node.task.name if config.node.task and config.node.task.name.endswith(".jsonl") else "",
+        "node.task.name": config.node.task.name
+        if config.node.task and config.node.task.name.endswith(".jsonl")
+        else "",
         "run.model.name": config.run.model.name if _looks_like_path(config.run.model.name) else "",
     }
     for key, name in names.items():

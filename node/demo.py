@@ -166,7 +166,9 @@ class Demo:
         self._say(f"peer 0 is up: {self.peers[0].peer_id}")
         victim = self.peers[-1]
         for peer in self.peers[1:]:
-            hold = {"SHOAL_NODE__TEST_HOLD": f"exchanging@{self.kill_round}"} if self.kill_round and peer is victim else {}
+            hold = (
+                {"SHOAL_NODE__TEST_HOLD": f"exchanging@{self.kill_round}"} if self.kill_round and peer is victim else {}
+            )
             await self._start(peer, ["join", invite], **hold)
         while not all(p.status.get("ready") for p in self.peers):
             await self._watch()

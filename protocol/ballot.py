@@ -258,7 +258,7 @@ class Ballot(Convening):
             self._joins[peer] = join
             if self._convening_in(join.attempt) and join.state_hash != self.base_state_hash:
                 self._note(
-                    f"state hashes differ: {join.state_hash.hex()[:16]} at {peer}, mine {self.base_state_hash.hex()[:16]}"
+                    f"state hashes differ: {join.state_hash.hex()[:16]} at {peer}, here {self.base_state_hash.hex()[:16]}"
                 )
         if self._convening_in(join.attempt):
             if known is None or known.attempt < join.attempt:

@@ -94,9 +94,7 @@ class Dht:
         from hivemind.utils import get_dht_time
 
         record = sign_addresses(self._identity, self._run_id, addresses)
-        store = self._node.store(
-            self._key, record, get_dht_time() + RECORD_SECONDS, subkey=self._identity.peer_id
-        )
+        store = self._node.store(self._key, record, get_dht_time() + RECORD_SECONDS, subkey=self._identity.peer_id)
         try:
             return bool(await asyncio.wait_for(store, CALL_SECONDS))
         except asyncio.TimeoutError:

@@ -102,7 +102,9 @@ class Attempts:
 
     def describe(self) -> str:
         """Each address with its cause, in one line."""
-        return "; ".join(f"{c.address} ({c.source}): {cause}" for c, (cause, _) in self.failures.items()) or "none known"
+        return (
+            "; ".join(f"{c.address} ({c.source}): {cause}" for c, (cause, _) in self.failures.items()) or "none known"
+        )
 
     def error(self, reason: str) -> ShoalError:
         """The end of trying, in three parts."""

@@ -38,7 +38,8 @@ class Lan:
         """Announce and browse until `close`. Raises OSError where there is no usable network."""
         self._zeroconf = AsyncZeroconf(ip_version=IPVersion.All)
         addresses = [
-            socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host.strip("[]")) for host in self._hosts
+            socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host.strip("[]"))
+            for host in self._hosts
         ]
         if addresses:
             info = AsyncServiceInfo(

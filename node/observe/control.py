@@ -76,7 +76,14 @@ class ControlServer:
             method = self._methods[request["method"]]
             params = dict(request.get("params") or {})
         except (ValueError, KeyError, TypeError):
-            return {"error": {"what": "unknown request", "values": f"known: {', '.join(self._methods)}", "todo": "", "code": 2}}
+            return {
+                "error": {
+                    "what": "unknown request",
+                    "values": f"known: {', '.join(self._methods)}",
+                    "todo": "",
+                    "code": 2,
+                }
+            }
         try:
             return {"ok": await method(params)}
         except ShoalError as error:

@@ -166,9 +166,7 @@ class Checkpoints:
             for name, array in arrays.items():
                 prefix, _, rest = name.partition("/")
                 groups[prefix][rest] = array.tobytes() if name in as_bytes else array
-            state = rebuild_state(
-                json.loads(metadata["state"]), arrays["state/theta"], arrays.get("state/outer")
-            )
+            state = rebuild_state(json.loads(metadata["state"]), arrays["state/theta"], arrays.get("state/outer"))
             commit, extra = bytes.fromhex(metadata["commit"]), json.loads(metadata["extra"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path.name}: damaged metadata: {error!r}") from None

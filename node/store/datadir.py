@@ -1,11 +1,11 @@
 """A node's data directory: made private, locked while in use, its file names in one place.
 
-    identity        Ed25519 key (0600)           lock            flock of the running daemon, holds its pid
-    manifest.json   the run's manifest           genesis         signed Genesis
-    journal/        own updates, ballot record   commits         commit records
-    checkpoints/    states                       peers.json      peer cache
-    secrets.json    admission key, bindings      metrics.jsonl   history of rounds
-    control.sock    local control socket         log.jsonl       structured log
+identity        Ed25519 key (0600)           lock            flock of the running daemon, holds its pid
+manifest.json   the run's manifest           genesis         signed Genesis
+journal/        own updates, ballot record   commits         commit records
+checkpoints/    states                       peers.json      peer cache
+secrets.json    admission key, bindings      metrics.jsonl   history of rounds
+control.sock    local control socket         log.jsonl       structured log
 """
 
 from __future__ import annotations

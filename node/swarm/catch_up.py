@@ -15,7 +15,6 @@ Does not cover: the download itself (state_sync.py).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 

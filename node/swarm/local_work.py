@@ -26,6 +26,7 @@ from ...protocol.wire_pb2 import Dot as WireDot
 from ...protocol.wire_pb2 import UpdateHeader
 from ..learner import Learner, LocalResult, StepStats
 from ..store.journal import Journal, JournalFull, OwnUpdate
+from .shards import SHARDS
 from .state import SharedState, head_of
 from .updates import UpdateStore
 
@@ -53,7 +54,8 @@ class LocalWork:
         identity: Identity,
         run_id: bytes,
         compression: Compression,
-        dense: bool,
+        shards: Callable[[], tuple[int, ...]],
+        dense: Callable[[int], bool] = lambda electorate: False,
         step_cost_s: float = 0.0,
     ) -> None:
         self._learner = learner
@@ -65,6 +67,7 @@ class LocalWork:
         self._run_id = run_id
         self._compression = compression
         self._dense = dense
+        self._shards = shards
         self._step_cost_s = step_cost_s
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
@@ -82,7 +85,8 @@ class LocalWork:
         self._stop.clear()
         self.dense_vector = None
         started = self._clock.now()
-        await self._clock.run(lambda: (self._learner.load(state.theta), self._learner.begin(state.round + 1)))
+        shards = self._shards()
+        await self._clock.run(lambda: self._begin(state, shards))
         steps = 0
         while not self._stop.is_set():
             stats = await self._clock.run(self._learner.step, cost_s=self._step_cost_s)
@@ -90,6 +94,11 @@ class LocalWork:
             await after_step(stats)
         result = await self._clock.run(self._finish)
         return Work(result=result, steps=steps, seconds=self._clock.now() - started)
+
+    def _begin(self, state: SharedState, shards: tuple[int, ...]) -> None:
+        self._learner.load(state.theta)
+        self._learner.set_shard(shards, SHARDS)
+        self._learner.begin(state.round + 1)
 
     def _finish(self) -> LocalResult:
         result = self._learner.finish()
@@ -107,7 +116,7 @@ class LocalWork:
 
     def _publish(self, state: SharedState, work: Work) -> Header:
         residual = self.book.residual_f64()
-        if self._dense:
+        if self._dense(len(state.electorate)):
             self.dense_vector = residual.astype(np.float32)
             payload, encoding = self.dense_vector.tobytes(), Encoding.DENSE
             own: Sparse | np.ndarray = self.dense_vector
@@ -139,7 +148,7 @@ class LocalWork:
             )
         )
         self.record_own(dot, own)
-        if not self._dense:
+        if header.encoding is Encoding.SPARSE:
             self._store.put(header, payload)
         return header
 

@@ -107,6 +107,10 @@ class Members:
         if abs(samples_per_s - before) > 0.25 * max(before, 1e-9):
             self._perform(self.machine.update_me(samples_per_s=samples_per_s))
 
+    def new_life(self, incarnation: int) -> None:
+        """This peer starts a new incarnation."""
+        self._perform(self.machine.update_me(incarnation=incarnation))
+
     def leave(self) -> None:
         """Say goodbye to several members; they pass it on."""
         self._perform(self.machine.update_me(state=State.LEFT))

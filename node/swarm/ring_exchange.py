@@ -163,9 +163,7 @@ class RingExchange:
         stream = await self._open(successor, "Push", OPEN_SECONDS)
         try:
             round_, lineage, attempt = transfer.key
-            await stream.send(
-                PushHello(round=round_, base_lineage=lineage, attempt=attempt).SerializeToString()
-            )
+            await stream.send(PushHello(round=round_, base_lineage=lineage, attempt=attempt).SerializeToString())
             have = PushHave()
             parse(have, await stream.recv(EARLY_PUSH_SECONDS + FRAME_SECONDS))
             done = {h for h in have.update_hashes if h in transfer.headers}

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...protocol import ballot as b
+from ...protocol import ballot_wire
 from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
 from ...protocol.ballot_rules import choose_exchange
-from ...protocol import ballot_wire
 from ...protocol.commit import CheckedCommit, CommitLog, check_commit
 from ...protocol.deadlines import Deadlines
 from ...protocol.errors import PeerFault
@@ -316,7 +316,7 @@ class Rounds:
         except JournalFull as error:
             self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
         self._feed(b.LocalResult(header))
-        self._report_held()
+        self.report_held()
         return work
 
     async def _after_step(self, stats: StepStats) -> None:
@@ -353,7 +353,8 @@ class Rounds:
         except asyncio.QueueFull:
             self._say("event queue full, event dropped", level="warning", kind=type(event).__name__)
 
-    def _report_held(self) -> None:
+    def report_held(self) -> None:
+        """Something arrived: tell the ballot what is held now."""
         self._feed(b.Held(tuple(self._exchange.held())))
 
     async def _pump(self) -> None:
@@ -389,7 +390,7 @@ class Rounds:
                 self._work.stop()
             case b.StartExchange(roster):
                 self._exchange.begin(transfer_of(roster))
-                self._report_held()
+                self.report_held()
             case b.StopExchange(reason):
                 self._exchange.end(reason)
             case b.Decided(commit):

@@ -113,7 +113,14 @@ def check_offer(frame: bytes, d: int) -> _Offer:
     key = sha256(offer.lineage, offer.state_hash, *offer.chunk_hashes)
     commit = offer.commit if offer.HasField("commit") else None
     return _Offer(
-        key, offer.round, offer.lineage, offer.state_hash, offer.size, offer.chunk_size, list(offer.chunk_hashes), commit
+        key,
+        offer.round,
+        offer.lineage,
+        offer.state_hash,
+        offer.size,
+        offer.chunk_size,
+        list(offer.chunk_hashes),
+        commit,
     )
 
 
@@ -142,7 +149,9 @@ class StateClient:
         self._d, self._run_id = d, run_id
         self._trouble, self._progress, self._hold = trouble, progress, hold
 
-    async def download(self, peers: list[str], lineage: bytes | None = None) -> tuple[SharedState, WireCommit | None, str] | None:
+    async def download(
+        self, peers: list[str], lineage: bytes | None = None
+    ) -> tuple[SharedState, WireCommit | None, str] | None:
         """The state (and the record of its last commit) and why it is believed; None when no source was good enough.
 
         Raises OSError when the partial file cannot be written.
@@ -228,7 +237,9 @@ class StateClient:
             parse(head, await stream.recv(CHUNK_SECONDS))
             size = min(offer.chunk_size, offer.size - expected * offer.chunk_size)
             if head.index != expected or head.payload_size != size:
-                raise PeerFault("bad_message", f"chunk {head.index} of {head.payload_size} bytes, expected {expected}, {size}")
+                raise PeerFault(
+                    "bad_message", f"chunk {head.index} of {head.payload_size} bytes, expected {expected}, {size}"
+                )
             data = bytearray()
             while len(data) < size:
                 data += await stream.recv(CHUNK_SECONDS)

@@ -1,0 +1,326 @@
+"""The `shoal` command: flags and help. What commands do is in `commands/`, the daemon and the demo.
+
+Heavy imports happen inside the commands, so that `--help` is quick. A `ShoalError` becomes three lines on stderr (and one
+JSON object on stdout with --json) and its exit code; anything unexpected becomes one line and a crash file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..protocol.errors import ExitCode, ShoalError
+
+CODES = "\n".join(f"  {int(code):3d}  {code.name.lower().replace('_', ' ')}" for code in ExitCode)
+data_dir_option = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="The node's folder: identity, state, logs, control socket. [default: node.data_dir, ~/.shoal]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="End with one JSON object on stdout.")
+
+
+def _where(data_dir: Path | None) -> Path:
+    return (data_dir or Path(os.environ.get("SHOAL_NODE__DATA_DIR", "~/.shoal"))).expanduser()
+
+
+class Group(click.Group):
+    """Commands in the order of a first day with shoal."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export"]
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="shoal")
+def shoal() -> None:
+    """Post-train a language model together, with nobody in charge.
+
+    \b
+    shoal demo                        see a whole swarm on this machine
+    shoal up --config run.toml        found a run (or go on with the one on disk)
+    shoal join 'shoal://…'            join one, from its invite
+    shoal status                      what the node here is doing
+
+    Progress and logs go to stderr, results to stdout. Exit codes: see docs/commands.md.
+    """
+
+
+@shoal.command()
+@click.option(
+    "--peers", default=3, show_default=True, type=click.IntRange(1, 16), help="How many peers, each a process."
+)
+@click.option("--rounds", default=None, type=click.IntRange(1, 10_000), help="Rounds to run. [default: tuned]")
+@click.option(
+    "--mode", default="ring", show_default=True, type=click.Choice(["ring"]), help="How updates are exchanged."
+)
+@click.option("--compression", default=None, help="Preset or density/bits, such as long or 0.05/4. [default: demo]")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the model, the data and the split."
+)
+@click.option("--kill/--no-kill", default=True, show_default=True, help="Kill one peer mid-exchange and restart it.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Keep logs and states here.")
+@json_option
+def demo(**options: Any) -> int:
+    """Run a swarm on this machine: real processes, TLS sockets, GRPO on a tiny model, one peer killed on the way.
+
+    The first minute is a short supervised warm-up, so that reinforcement learning has something to reward. Then every
+    line shows a round with its mean reward. At the end all peers must hold the same bits.
+
+    \b
+    Example: shoal demo --peers 4 --rounds 12 --json
+    """
+    from .commands.demo_options import DemoOptions
+    from .demo import run_demo
+
+    return run_demo(DemoOptions(json=options.pop("as_json"), **options))
+
+
+def _overrides(sets: tuple[str, ...], data_dir: Path | None, port: int | None) -> list[str]:
+    listed = list(sets)
+    if data_dir is not None:
+        listed.append(f"node.data_dir={json.dumps(str(data_dir))}")
+    if port is not None:
+        listed.append(f"node.port={port}")
+    return listed
+
+
+def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        json_option,
+        click.option(
+            "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key, such as node.threads=2."
+        ),
+        click.option("--port", type=click.IntRange(0, 65535), default=None, help="TCP port; 0 takes a free one."),
+        data_dir_option,
+        click.option("--config", type=click.Path(path_type=Path), default=None, help="TOML file."),
+    ):
+        function = option(function)
+    return function
+
+
+@shoal.command()
+@_node_options
+@click.option("--print-config", is_flag=True, help="Print every key with its meaning and default, and exit.")
+def up(
+    config: Path | None,
+    data_dir: Path | None,
+    port: int | None,
+    sets: tuple[str, ...],
+    print_config: bool,
+    as_json: bool,
+) -> int:
+    """Found a run, or go on with the one in the data directory. Runs until Ctrl-C or SIGTERM.
+
+    [run] tables in the file are the manifest: what is trained and how. [node] tables are this machine's own.
+
+    \b
+    Examples: shoal up --config run.toml
+              shoal up --data-dir /data/shoal        (after a restart: same state, same round)
+              shoal up --print-config > run.toml
+    """
+    from .config import example_config, load_config
+
+    if print_config:
+        click.echo(example_config(), nl=False)
+        return ExitCode.OK
+    loaded = load_config(config, _overrides(sets, data_dir, port), os.environ)
+    from .daemon import run_daemon
+
+    given = bool(loaded.model_fields_set & {"run"})
+    code = run_daemon(loaded, None, given_run=given)
+    if as_json:
+        click.echo(json.dumps({"left": True}))
+    return code
+
+
+@shoal.command()
+@click.argument("invite")
+@_node_options
+def join(
+    invite: str, config: Path | None, data_dir: Path | None, port: int | None, sets: tuple[str, ...], as_json: bool
+) -> int:
+    """Join a run from its INVITE (quote it: it may contain a #). Nothing else needs to be configured.
+
+    Connects, checks that both sides are who they say and are admitted, receives the manifest, loads the model, downloads the
+    state from several peers at once, and enters the next round.
+
+    \b
+    Example: shoal join 'shoal://12D3Koo…@203.0.113.7:7447/5f…#token=…' --data-dir /data/shoal
+    """
+    from .config import load_config
+
+    loaded = load_config(config, _overrides(sets, data_dir, port), os.environ)
+    from .daemon import run_daemon
+
+    code = run_daemon(loaded, invite)
+    if as_json:
+        click.echo(json.dumps({"left": True}))
+    return code
+
+
+def _ask(data_dir: Path | None, method: str, timeout_s: float = 15.0) -> dict[str, Any]:
+    from .observe.control import call_blocking
+
+    return call_blocking(_where(data_dir) / "control.sock", method, {}, timeout_s=timeout_s)
+
+
+@shoal.command()
+@data_dir_option
+@json_option
+def status(data_dir: Path | None, as_json: bool) -> int:
+    """What the running node does: round, phase, reward, progress to the round's target, bytes, trouble."""
+    from .commands.show import describe_status
+
+    found = _ask(data_dir, "status")
+    click.echo(json.dumps(found) if as_json else describe_status(found))
+    return ExitCode.OK
+
+
+@shoal.command()
+@data_dir_option
+@json_option
+def peers(data_dir: Path | None, as_json: bool) -> int:
+    """Everybody the running node knows: state, round, whether their state is the same, addresses, last error."""
+    from .commands.show import describe_peers
+
+    found = _ask(data_dir, "peers")
+    click.echo(json.dumps(found) if as_json else describe_peers(found["peers"]))
+    return ExitCode.OK
+
+
+@shoal.command()
+@data_dir_option
+@json_option
+def invite(data_dir: Path | None, as_json: bool) -> int:
+    """Print an invite to the run: one line that is all a newcomer needs.
+
+    In token admission every call makes a new token, good for the first peer that uses it. Treat it as a secret.
+    """
+    found = _ask(data_dir, "invite")
+    click.echo(json.dumps(found) if as_json else found["invite"])
+    return ExitCode.OK
+
+
+@shoal.command()
+@data_dir_option
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until the node has ended.")
+@json_option
+def leave(data_dir: Path | None, wait: bool, as_json: bool) -> int:
+    """Ask the running node to leave: push what it learned, say goodbye, checkpoint, exit. Like SIGTERM."""
+    from .commands.show import wait_until_gone
+
+    found = _ask(data_dir, "leave")
+    if wait:
+        found["gone"] = wait_until_gone(_where(data_dir), found["grace_seconds"] + 15.0)
+    click.echo(json.dumps(found) if as_json else ("left" if found.get("gone", True) else "still leaving"))
+    return ExitCode.OK if found.get("gone", True) else ExitCode.FAILED
+
+
+@shoal.command()
+@data_dir_option
+@click.option("--port", default=7447, show_default=True, type=click.IntRange(0, 65535), help="Port to test.")
+@json_option
+def doctor(data_dir: Path | None, port: int, as_json: bool) -> int:
+    """Check this machine: Python, device, disk, port, addresses that others can reach, optional parts. Changes nothing."""
+    from .doctor import describe, examine
+
+    findings = examine(_where(data_dir), port)
+    click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}) if as_json else describe(findings))
+    return ExitCode.FAILED if any(f.status == "bad" for f in findings) else ExitCode.OK
+
+
+@shoal.command("eval")
+@data_dir_option
+@click.option("--adapter", type=click.Path(path_type=Path), default=None, help="Evaluate this PEFT adapter folder.")
+@click.option("--model", default=None, help="Evaluate this model: tiny, folder, .gguf or hub id, without a node.")
+@click.option("--task", default=None, help="Other task than the run's: reasoning_gym:<task> or a JSONL file.")
+@click.option("--size", default=None, type=click.IntRange(1, 10_000), help="Held-out prompts.")
+@json_option
+def evaluate(
+    data_dir: Path | None, adapter: Path | None, model: str | None, task: str | None, size: int | None, as_json: bool
+) -> int:
+    """Held-out greedy accuracy and mean sampled reward, at a fixed seed.
+
+    Without --model or --adapter: of the newest state in the data directory; the node need not run.
+
+    \b
+    Examples: shoal eval --data-dir /data/shoal --json
+              shoal eval --data-dir /data/shoal --adapter ./adapter
+    """
+    from .commands.artefacts import run_eval
+
+    found = run_eval(_where(data_dir), adapter=adapter, model=model, task=task, size=size)
+    click.echo(json.dumps(found) if as_json else "\n".join(f"{k:>12}  {v}" for k, v in found.items()))
+    return ExitCode.OK
+
+
+@shoal.command()
+@data_dir_option
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="New folder to write.")
+@click.option("--merged", is_flag=True, help="Write a whole model with the adapter merged in.")
+@json_option
+def export(data_dir: Path | None, out: Path, merged: bool, as_json: bool) -> int:
+    """Write what was learned: a PEFT adapter folder (LoRA), or an ordinary model folder (--merged, full fine-tuning).
+
+    \b
+    Example: shoal export --data-dir /data/shoal --out ./adapter
+    """
+    from .commands.artefacts import run_export
+
+    found = run_export(_where(data_dir), out, merged=merged)
+    click.echo(
+        json.dumps(found) if as_json else f"wrote {found['kind']} of round {found['round']} to {found['folder']}"
+    )
+    return ExitCode.OK
+
+
+def _report(error: ShoalError, as_json: bool) -> int:
+    click.echo(f"shoal: {error.what}\n  {error.values}\n  {error.todo}", err=True)
+    if as_json:
+        body = {"what": error.what, "values": error.values, "todo": error.todo, "code": int(error.code)}
+        click.echo(json.dumps({"error": body}))
+    return int(error.code)
+
+
+def _crash(error: BaseException) -> int:
+    if os.environ.get("SHOAL_DEBUG"):
+        raise error
+    with tempfile.NamedTemporaryFile("w", prefix="shoal-crash-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    click.echo(f"shoal: unexpected {type(error).__name__}: {error}\n  details are in {file.name}\n"
+               "  Please report it with that file; SHOAL_DEBUG=1 shows it here.", err=True)  # fmt: skip
+    return int(ExitCode.FAILED)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    as_json = "--json" in (arguments if arguments is not None else sys.argv[1:])
+    try:
+        code = shoal.main(args=arguments, prog_name="shoal", standalone_mode=False)
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = int(ExitCode.USAGE)
+    except ShoalError as error:
+        code = _report(error, as_json)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        code = _crash(error)
+    sys.stdout.flush()
+    sys.exit(int(code or 0))
+
+
+if __name__ == "__main__":
+    main()

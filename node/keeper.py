@@ -1,0 +1,134 @@
+"""What must be on disk before a round counts, and what may follow: commit record, checkpoint, journal, metrics.
+
+One object between the rounds and the store, so that neither knows the other's files. All of it blocks and runs in the
+worker thread. A full disk never loses the last good checkpoint and never stops training: it is said loudly, and the
+journal, which cannot be written either, keeps this peer from publishing or voting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..aggregation.book import Book
+from ..protocol.ballot_wire import encode_commit
+from ..protocol.commit import CheckedCommit
+from .learner import Learner
+from .store.checkpoint import Checkpoint, Checkpoints
+from .store.commits import CommitFile
+from .store.datadir import DataDir
+from .store.journal import Journal
+from .store.metrics import append_metrics
+from .swarm.local_work import Work
+from .swarm.state import Applied, SharedState
+from .swarm.updates import UpdateStore
+
+# Own updates stay on record, and everybody's are served, for this many rounds: a peer that was away for less catches up
+# from them alone, and a short branch can be undone exactly.
+ROUNDS_KEPT = 16
+
+
+class Keeper:
+    """Saves after every round."""
+
+    def __init__(
+        self,
+        *,
+        data: DataDir,
+        checkpoints: Checkpoints,
+        commits: CommitFile,
+        journal: Journal,
+        store: UpdateStore,
+        book: Book,
+        learner: Learner,
+        evaluate_every: int,
+        rounds_max: int,
+        extra: Callable[[], dict[str, Any]],
+        say: Callable[..., None],
+    ) -> None:
+        self._data, self._checkpoints, self._commits = data, checkpoints, commits
+        self._journal, self._store, self._book, self._learner = journal, store, book, learner
+        self._evaluate_every, self._rounds_max = evaluate_every, rounds_max
+        self._extra, self._say = extra, say
+        self.evaluation: dict[str, float] = {}
+        self.last_commit = b""
+        self.trouble = ""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=64)
+
+    def save(
+        self,
+        state: SharedState,
+        applied: Applied | None,
+        checked: CheckedCommit | None,
+        work: Work | None,
+        traffic: dict[str, int],
+    ) -> None:
+        """Make `state` durable, drop what it covers, record the round."""
+        try:
+            if checked is not None:
+                self.last_commit = encode_commit(checked.commit).SerializeToString()
+                self._commits.append(self.last_commit)
+            self._settle(state)
+            self.checkpoint(state)
+            self._journal.compact({u.dot for u in self._journal.updates if u.round > state.round})
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = f"{error.strerror or error}"
+            self._say(
+                "not saved: the last checkpoint stays valid, training goes on and nothing is published until this is mended",
+                level="error",
+                cause=self.trouble,
+                folder=str(self._data.path),
+            )
+        self._store.drop_before(state.round - ROUNDS_KEPT)
+        if applied is not None:
+            self.record(state, applied, checked, work, traffic)
+
+    def checkpoint(self, state: SharedState) -> None:
+        """Write one now. Raises OSError."""
+        self._checkpoints.save(
+            Checkpoint(state, self.last_commit, self._book.to_arrays(), self._learner.snapshot(), self._extra())
+        )
+
+    def _settle(self, state: SharedState) -> None:
+        """Own updates older than anybody can still take back are folded into the book's baseline."""
+        dots = self._book.dots()
+        self._book.settle(dots[: max(0, len(dots) - ROUNDS_KEPT)])
+
+    def evaluate(self, state: SharedState) -> None:
+        """Held-out metrics of the shared state."""
+        self._learner.load(state.theta)
+        self.evaluation = dict(self._learner.evaluate())
+
+    def record(
+        self,
+        state: SharedState,
+        applied: Applied | None,
+        checked: CheckedCommit | None,
+        work: Work | None,
+        traffic: dict[str, int],
+    ) -> None:
+        """One line of history."""
+        record: dict[str, Any] = {"round": state.round, "state_hash": state.hash.hex()[:16], "bytes": traffic}
+        if checked is not None and applied is not None:
+            record |= {
+                "roster": len(checked.value.roster),
+                "updates": len(applied.adopted),
+                "void": len(applied.void),
+                "split": checked.split,
+                "exchange": checked.value.exchange.name.lower(),
+            }
+        if work is not None:
+            record |= {"samples": work.result.weight, "steps": work.steps, "seconds": round(work.seconds, 3)}
+            record |= {k: round(v, 6) for k, v in work.result.metrics.items()}
+        every = self._evaluate_every
+        last = 0 < self._rounds_max == state.round
+        if every >= 0 and (state.round == 0 or last or (every > 0 and state.round % every == 0)):
+            self.evaluate(state)
+            record |= {f"eval_{k}": v for k, v in self.evaluation.items()}
+        self.recent.append(record)
+        try:
+            append_metrics(self._data.path, record)
+        except OSError as error:
+            self._say("metrics not written", level="warning", cause=str(error))
