@@ -42,15 +42,15 @@ PHASES = ("downloading", "training", "convening", "exchanging", "voting", "commi
 class QuadraticConfig(Table):
     """The numpy learner with a known optimum: the network alone, no model."""
 
-    dimension: int = Field(1000, ge=1, le=100_000_000)
+    dimension: int = Field(default=1000, ge=1, le=100_000_000)
     """Coordinates."""
-    condition: float = Field(10.0, ge=1)
+    condition: float = Field(default=10.0, ge=1)
     """Largest over smallest curvature; higher converges slower."""
-    noise: float = Field(0.05, ge=0)
+    noise: float = Field(default=0.05, ge=0)
     """Standard deviation of the gradient noise per coordinate."""
-    learning_rate: float = Field(0.1, gt=0, lt=2)
+    learning_rate: float = Field(default=0.1, gt=0, lt=2)
     """SGD step; above 2 it diverges."""
-    step_seconds: float = Field(0.0, ge=0, le=60)
+    step_seconds: float = Field(default=0.0, ge=0, le=60)
     """Every step sleeps this long, in place of work."""
 
 
@@ -59,30 +59,30 @@ class SyncConfig(Table):
 
     mode: Literal["ring"] = "ring"
     """"ring": synchronous rounds, each one decree that all agree on."""
-    target_samples: int = Field(4096, ge=1)
+    target_samples: int = Field(default=4096, ge=1)
     """A round closes when all peers together have scored so many completions. Fewer: more, shorter rounds and more
     traffic; sparse exchange likes them."""
-    round_seconds_max: float = Field(300.0, gt=0, le=86_400)
+    round_seconds_max: float = Field(default=300.0, gt=0, le=86_400)
     """It closes after this time in any case, so that a target never reached does not stall the run."""
-    rounds_max: int = Field(0, ge=0)
+    rounds_max: int = Field(default=0, ge=0)
     """The run ends after so many rounds; 0 means never."""
     outer: Literal["sgd", "nesterov"] = "sgd"
     """Outer optimizer. "sgd" with rate 1 is averaging, best for RL; "nesterov" is for long runs."""
-    outer_lr: float = Field(1.0, gt=0, le=10)
+    outer_lr: float = Field(default=1.0, gt=0, le=10)
     """Outer step size."""
-    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Momentum of "nesterov"; high values overshoot in short RL runs."""
     exchange: Literal["auto", "sparse", "dense"] = "auto"
     """"auto" takes what costs fewer bytes for the electorate's size; the reason is logged."""
     dense_bits: Literal[8, 16, 32] = 32
     """How a reduced chunk travels in a dense exchange; 32 loses nothing, 8 is four times smaller."""
-    weight_max: int = Field(1_000_000, ge=1, le=limits.WEIGHT_MAX)
+    weight_max: int = Field(default=1_000_000, ge=1, le=limits.WEIGHT_MAX)
     """A peer's claimed samples count up to this per round."""
-    weight_median_multiple_max: float = Field(4.0, ge=1)
+    weight_median_multiple_max: float = Field(default=4.0, ge=1)
     """And up to this multiple of the round's median: a claim is only a claim."""
-    norm_max: float = Field(0.0, ge=0)
+    norm_max: float = Field(default=0.0, ge=0)
     """Updates of a larger Euclidean norm are scaled down to it; 0 means no limit."""
-    ring_size_max: int = Field(64, ge=1, le=limits.ROSTER_MAX // 2)
+    ring_size_max: int = Field(default=64, ge=1, le=limits.ROSTER_MAX // 2)
     """Members of one ring. More wait to be admitted."""
 
 
@@ -124,9 +124,9 @@ class MembershipTable(Table):
 class RunConfig(Table):
     """The manifest: equal on every peer; only the founder writes it."""
 
-    name: str = Field("shoal", min_length=1, max_length=64)
+    name: str = Field(default="shoal", min_length=1, max_length=64)
     """For people."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the tiny model's weights, LoRA's A, the data stream and its split."""
     learner: Literal["grpo", "quadratic"] = "grpo"
     """"grpo" trains a language model; "quadratic" is the numpy stand-in."""
@@ -182,7 +182,7 @@ class NodeConfig(Table):
     """Identity, state, journal and logs. One per peer."""
     listen: str = ""
     """Address to listen on; empty means all of this machine's."""
-    port: int = Field(7447, ge=0, le=65_535)
+    port: int = Field(default=7447, ge=0, le=65_535)
     """TCP port; 0 takes a free one."""
     announce: list[str] = []
     """host:port where others reach this peer, if not where it listens (behind a router)."""
@@ -194,15 +194,15 @@ class NodeConfig(Table):
     """[node.task]: train on other, private data than the manifest names. It never moves."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", "mps"."""
-    threads: int = Field(0, ge=0, le=1024)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of torch; 0 leaves its default."""
-    keep_checkpoints: int = Field(2, ge=1, le=1000)
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000)
     """Older checkpoints are deleted."""
-    eval_every_rounds: int = Field(0, ge=0)
-    """Held-out evaluation every so many rounds; 0: only at the start and the end of the run."""
-    updates_bytes_max: int = Field(1024**3, ge=1024**2)
+    eval_every_rounds: int = Field(default=0, ge=-1)
+    """Held-out evaluation every so many rounds; 0: only at the start and the end of the run, -1: never."""
+    updates_bytes_max: int = Field(default=1024**3, ge=1024**2)
     """Memory for verified updates kept for peers that missed them."""
-    leave_grace_seconds: float = Field(20.0, ge=0, le=3600)
+    leave_grace_seconds: float = Field(default=20.0, ge=0, le=3600)
     """After SIGTERM: time to push what is learned, say goodbye and checkpoint."""
     wait_for_start: bool = False
     """Do not train before `start` is sent to the control socket (used by `shoal demo`)."""
@@ -212,7 +212,7 @@ class NodeConfig(Table):
     """Announce on and look around the local network (zeroconf)."""
     dht: DhtConfig = DhtConfig()
     """[node.dht]"""
-    bootstrap_seconds_max: float = Field(0.0, ge=0)
+    bootstrap_seconds_max: float = Field(default=0.0, ge=0)
     """Give up joining after this time; 0 keeps trying with backoff."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the lines on stderr; the file gets info and above, or debug."""

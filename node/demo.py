@@ -61,8 +61,8 @@ class Demo:
     def __init__(self, options: DemoOptions, directory: Path) -> None:
         self.options = options
         self.directory = directory
-        self.defaults = demo_defaults(peers=options.peers)
-        self.rounds: int = options.rounds or self.defaults["rounds"]
+        self.defaults = demo_defaults()
+        self.rounds: int = options.rounds or self.defaults["rounds"]["count"]
         self.peers = [DemoPeer(i, directory / f"peer{i}") for i in range(options.peers)]
         self.printed_round = 0
         self.killed_round = 0
@@ -76,17 +76,24 @@ class Demo:
         print(text, file=sys.stderr, flush=True)
 
     def _config_text(self) -> str:
-        tables = self.defaults["run"]
-        lines = ["[run]", f"seed = {self.options.seed}", 'name = "demo"']
+        suggested = self.defaults["rounds"]["target_samples"]
+        peers = self.options.peers
         sync = {
-            **tables.get("sync", {}),
             "mode": self.options.mode,
             "rounds_max": self.rounds,
+            "target_samples": suggested.get(str(peers), 2560 * peers),
         }
-        for name, table in {**tables, "sync": sync, "membership": {"preset": "local"}}.items():
+        tables = {k: v for k, v in self.defaults.items() if k != "rounds"}
+        tables |= {"sync": sync, "membership": {"preset": "local"}}
+        top = {"seed": self.options.seed, "name": "demo", "compression": self.compression}
+        lines = ["[run]", *(f"{k} = {toml_value(v)}" for k, v in top.items())]
+        for name, table in tables.items():
             lines += [f"[run.{name}]", *(f"{k} = {toml_value(v)}" for k, v in table.items())]
-        lines.insert(3, f'compression = "{self.options.compression or self.defaults["compression"]}"')
         return "\n".join(lines) + "\n"
+
+    @property
+    def compression(self) -> str:
+        return self.options.compression or "demo"
 
     async def _start(self, peer: DemoPeer, arguments: list[str], **extra: str) -> None:
         peer.data_dir.mkdir(parents=True, exist_ok=True)
@@ -100,6 +107,9 @@ class Demo:
             "SHOAL_NODE__THREADS": "1",
             "SHOAL_NODE__LAN_DISCOVERY": "false",
             "SHOAL_NODE__EXIT_WHEN_FINISHED": "false",
+            "SHOAL_NODE__WAIT_FOR_START": "true",
+            # The founder measures for all: the state is the same on every peer.
+            "SHOAL_NODE__EVAL_EVERY_ROUNDS": "0" if peer.index == 0 else "-1",
             **extra,
         }
         with open(peer.data_dir / "output.log", "ab") as output:
@@ -190,7 +200,7 @@ class Demo:
             if self.killed_round and not restarted and lead >= self.killed_round + 1:
                 restarted = True
                 (victim.data_dir / "holding").unlink(missing_ok=True)
-                await self._start(victim, ["up"])
+                await self._start(victim, ["up"], SHOAL_NODE__WAIT_FOR_START="false")
                 self._say(f"started peer {victim.index} again, from its own disk")
         seconds = time.monotonic() - started
         return await self._summary(seconds)
@@ -207,7 +217,7 @@ class Demo:
 
         hashes = {p.peer_id: p.status["state_hash"] for p in self.peers}
         vectors = {p.status["vector_hash"] for p in self.peers}
-        evaluations = [r for r in records[self.peers[0].peer_id] if "accuracy" in r]
+        evaluations = [r for r in records[self.peers[0].peer_id] if "eval_accuracy" in r]
         d = int(self.peers[0].status["parameters"])
         totals = {name: sum(int(p.status["bytes"][name]) for p in self.peers) for name in ("round", "state", "control")}
         # Each round's dense cost is for the peers that took part in it; the rejoined peer's missed rounds do not count.
@@ -216,12 +226,12 @@ class Demo:
             "peers": len(self.peers),
             "rounds": self.rounds,
             "mode": self.options.mode,
-            "compression": self.options.compression or self.defaults["compression"],
+            "compression": self.compression,
             "parameters": d,
             "reward_first": reward_of(min(r["round"] for r in everything if r.get("samples"))),
             "reward_last": reward_of(self.rounds),
-            "accuracy_first": evaluations[0]["accuracy"] if evaluations else None,
-            "accuracy_last": evaluations[-1]["accuracy"] if evaluations else None,
+            "accuracy_first": evaluations[0]["eval_accuracy"] if evaluations else None,
+            "accuracy_last": evaluations[-1]["eval_accuracy"] if evaluations else None,
             "state_hashes": hashes,
             "identical": len(set(hashes.values())) == 1 and len(vectors) == 1,
             "killed": self.killed_round > 0,

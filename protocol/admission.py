@@ -22,6 +22,10 @@ from .errors import PeerFault
 Mode = Literal["open", "allowlist", "token"]
 TOKEN_ID_BYTES = 8
 BINDINGS_MAX = limits.MEMBERS_MAX
+# Sessions of one peer: an old connection may end after the new one began, more is a peer pushing others' sessions out.
+SESSIONS_PER_PEER_MAX = 4
+# Evidence of a ban: two signed headers are about 1 KiB; a frame's worth of it for every ban would be a gigabyte.
+EVIDENCE_BYTES_MAX = 8 * 1024
 RandomBytes = Callable[[int], bytes]
 
 
@@ -98,6 +102,18 @@ class Admission:
         self.bindings[token_id] = peer
         return None
 
+    def revoke(self, token: bytes) -> str | None:
+        """Let a token (or its id) admit nobody any more; returns who had used it. What they have open is not ended."""
+        token_id = token[:TOKEN_ID_BYTES]
+        self.revoked.add(token_id)
+        return self.bindings.get(token_id)
+
+    def learn_bindings(self, others: Mapping[bytes, str]) -> None:
+        """Take over which identity first used which token, as another member knows it. Own knowledge stays."""
+        for token_id, peer in sorted(others.items()):
+            if len(self.bindings) < BINDINGS_MAX:
+                self.bindings.setdefault(token_id, peer)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, for the data directory; holds secrets."""
         return {
@@ -134,6 +150,9 @@ class Sessions:
         self._by_token: OrderedDict[bytes, Session] = OrderedDict()
 
     def start(self, peer: str, boot_id: bytes, now: float) -> Session:
+        """A new session; the peer's oldest ends when it has too many."""
+        for oldest in self.of(peer)[: -SESSIONS_PER_PEER_MAX + 1]:
+            self._end(oldest)
         session = Session(peer, boot_id, self._random(32), now)
         self._by_token[session.token] = session
         if len(self._by_token) > limits.SESSIONS_MAX:
@@ -153,9 +172,12 @@ class Sessions:
         """End the sessions of a peer (of its other processes, with `but_boot`); returns how many."""
         ended = [s for s in self.of(peer) if s.boot_id != but_boot]
         for session in ended:
-            session.live = False
-            del self._by_token[session.token]
+            self._end(session)
         return len(ended)
+
+    def _end(self, session: Session) -> None:
+        session.live = False
+        del self._by_token[session.token]
 
 
 @dataclass
@@ -165,9 +187,11 @@ class Bans:
     entries: dict[str, tuple[str, bytes]] = field(default_factory=dict)
 
     def add(self, peer: str, reason: str, evidence: bytes = b"") -> bool:
-        """True when this is news."""
+        """True when this is news. Raises PeerFault("too_many_bans" or "evidence_too_large")."""
         if peer in self.entries:
             return False
+        if len(evidence) > EVIDENCE_BYTES_MAX:
+            raise PeerFault("evidence_too_large", f"{len(evidence)} bytes, limit {EVIDENCE_BYTES_MAX}")
         if len(self.entries) >= limits.MEMBERS_MAX:
             raise PeerFault("too_many_bans", peer)
         self.entries[peer] = (reason[: limits.REASON_CHARS_MAX], evidence)

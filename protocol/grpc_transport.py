@@ -23,6 +23,7 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
+import grpc.aio
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -34,6 +35,7 @@ from .version import sha256
 
 SERVICE = "/shoal.v1.Peer/"
 _TOKEN_KEY = "shoal-token-bin"
+_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009 (missing from the type stubs)
 
 # Both ends name the same numbers; a ping more often than the server allows would end in GOAWAY too_many_pings.
 _KEEPALIVE: list[tuple[str, int]] = [
@@ -103,7 +105,7 @@ class _ClientStream:
     async def recv(self, timeout_s: float) -> bytes:
         try:
             frame = await asyncio.wait_for(self._call.read(), timeout_s)
-            if frame is grpc.aio.EOF:
+            if frame is _EOF:
                 code = await self._call.code()
                 if code is not grpc.StatusCode.OK:
                     raise StreamClosed(f"{code.name.lower()}: {await self._call.details()}")
@@ -156,7 +158,7 @@ class _ServerStream:
             frame = await asyncio.wait_for(self._context.read(), timeout_s)
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
             raise _closed(error) from None
-        if frame is grpc.aio.EOF:
+        if frame is _EOF:
             raise StreamClosed("the other side is done", clean=True)
         self._count.received += len(frame)
         return frame

@@ -31,6 +31,10 @@ from .wire_pb2 import Challenge, Hello, Proof, Refusal, Signed, Welcome
 NONCE_BYTES = 32
 BOOT_ID_BYTES = 16
 SESSION_BYTES = 32
+# Incarnations are Unix seconds or a few more. What a peer claims to know of ours ends well below what it accepts from
+# us, so that a false claim cannot push a newcomer out of the range for good.
+INCARNATION_MAX = 2**48
+INCARNATION_KNOWN_MAX = 2**47
 
 _CODES = {
     Refusal.WRONG_PROTOCOL: ExitCode.MISMATCH,
@@ -92,6 +96,11 @@ def decode(message: Message, frame: bytes) -> None:
         raise PeerFault("bad_handshake", f"{type(message).__name__}: {error}") from None
 
 
+def _plain(text: str) -> str:
+    """A stranger's text, fit for a terminal and a log: bounded, no control characters, no line breaks."""
+    return "".join(c if c.isprintable() else "?" for c in text[: limits.REASON_CHARS_MAX])
+
+
 def _need(condition: bool, detail: str) -> None:
     if not condition:
         raise PeerFault("bad_handshake", detail)
@@ -144,7 +153,7 @@ class Dialer:
             addresses=me.addresses,
             token_id=me.admission.token_id,
         )
-        self._other: Other | None = None
+        self._other: Other | None = None  # set by a good Challenge: what Welcome must follow
 
     def hello(self) -> bytes:
         return _tagged(1, self._hello)
@@ -152,9 +161,11 @@ class Dialer:
     def on_challenge(self, frame: bytes) -> bytes:
         """The Proof. Raises Refused or PeerFault."""
         challenge = Challenge()
+        _need(self._other is None, "a second Challenge")
         self._parse(2, challenge, frame)
         _need(len(challenge.nonce) == NONCE_BYTES, "nonce of another size")
         _need(len(challenge.boot_id) == BOOT_ID_BYTES, "boot id of another size")
+        _need(challenge.incarnation <= INCARNATION_MAX, "impossible incarnation")
         body = transcript(self._hello, challenge, self._binding)
         me, run_id = self._me, self._me.run_id
         verify_body(Signed(body=body, signature=challenge.proof), self._peer, "handshake", "dialed", run_id)
@@ -176,25 +187,26 @@ class Dialer:
         """What the session needs. Raises Refused or PeerFault."""
         welcome = Welcome()
         self._parse(4, welcome, frame)
-        assert self._other is not None
+        other = self._other
+        if other is None:
+            raise PeerFault("bad_handshake", "Welcome before Challenge")
+        _need(welcome.incarnation_known <= INCARNATION_KNOWN_MAX, "impossible incarnation")
+        _need(welcome.seq_known <= limits.INT64_MAX, "impossible sequence number")
         _need(len(welcome.session) == SESSION_BYTES, "session token of another size")
         _need(len(welcome.admission_key) in (0, 32), "admission key of another size")
         _need(len(welcome.observed) <= limits.ADDRESS_CHARS_MAX, "observed address too long")
-        other = self._other
         return welcome, Other(other.peer, other.boot_id, other.incarnation, check_addresses(welcome.addresses))
 
     def _parse(self, tag: int, message: Message, frame: bytes) -> None:
         if frame[:1] == b"\0":
             refusal = Refusal()
-            decode(refusal, frame[1:])
-            limit = limits.REASON_CHARS_MAX
+            _untag(0, refusal, frame)
             raise Refused(
                 refusal.reason,
-                values=f"mine {self._mine(refusal.reason)}; theirs {refusal.theirs[:limit]}",
-                todo=refusal.todo[:limit] or "Ask whoever runs the swarm.",
+                values=f"mine {self._mine(refusal.reason)}; theirs {_plain(refusal.theirs)}",
+                todo=_plain(refusal.todo) or "Ask whoever runs the swarm.",
             )
-        _need(frame[:1] == bytes([tag]), "frame out of turn")
-        decode(message, frame[1:])
+        _untag(tag, message, frame)
 
     def _mine(self, reason: int) -> str:
         return {
@@ -221,20 +233,23 @@ class Dialed:
         self._me, self._binding = me, binding
         self._nonce = random_bytes(NONCE_BYTES)
         self._hello = Hello()
-        self._body = b""
+        self._begun = False
+        self._body: bytes | None = None  # the transcript that Proof must prove, once
+        self._admitted = False
 
     def on_hello(self, frame: bytes) -> bytes | Refuse:
         """The Challenge, or a refusal. Raises PeerFault for what is not a Hello."""
-        _need(frame[:1] == b"\1", "frame out of turn")
+        _need(not self._begun, "a second Hello")
+        self._begun = True
         hello, me = self._hello, self._me
-        decode(hello, frame[1:])
+        _untag(1, hello, frame)
+        if hello.protocol != me.protocol:  # first: another version's fields may have other sizes
+            return refuse(Refusal.WRONG_PROTOCOL, f"protocol {me.protocol}", "Install the same version of shoal.")
         _need(len(hello.nonce) == NONCE_BYTES, "nonce of another size")
         _need(len(hello.boot_id) == BOOT_ID_BYTES, "boot id of another size")
         _need(len(hello.run_id) <= 32 and len(hello.token_id) in (0, 8), "run or token id of another size")
-        _need(hello.incarnation <= limits.INT64_MAX, "impossible incarnation")
+        _need(hello.incarnation <= INCARNATION_MAX, "impossible incarnation")
         check_addresses(hello.addresses)
-        if hello.protocol != me.protocol:
-            return refuse(Refusal.WRONG_PROTOCOL, f"protocol {me.protocol}", "Install the same version of shoal.")
         if hello.run_id != me.run_id:
             return refuse(Refusal.WRONG_RUN, f"run {me.run_id.hex()}", "Ask for an invite to this run.")
         if hello.dialed != me.identity.peer_id:
@@ -253,21 +268,26 @@ class Dialed:
 
     def on_proof(self, frame: bytes) -> Other | Refuse:
         """Who the dialer is, proven and admitted, or a refusal. Raises PeerFault for what is not a Proof."""
-        _need(frame[:1] == b"\3" and bool(self._body), "frame out of turn")
+        body, self._body = self._body, None
+        if body is None:
+            raise PeerFault("bad_handshake", "Proof before Challenge, or a second one")
         proof, hello, me = Proof(), self._hello, self._me
-        decode(proof, frame[1:])
-        signed = Signed(body=self._body, signature=proof.proof)
+        _untag(3, proof, frame)
+        signed = Signed(body=body, signature=proof.proof)
         try:
             verify_body(signed, hello.dialer, "handshake", "dialer", me.run_id)
         except PeerFault as fault:
             return refuse(Refusal.BAD_PROOF, fault.detail, "The connection may be intercepted; try another network.")
-        why = me.admission.check(hello.dialer, "dialer", hello.token_id, self._body, proof.admission)
+        why = me.admission.check(hello.dialer, "dialer", hello.token_id, body, proof.admission)
         if why is not None:
             return refuse(Refusal.NOT_ADMITTED, f"{me.admission.mode} admission: {why}", "Ask a member for an invite.")
+        self._admitted = True
         return Other(hello.dialer, hello.boot_id, hello.incarnation, tuple(hello.addresses))
 
     def welcome(self, session: bytes, *, incarnation_known: int, seq_known: int, observed: str) -> bytes:
-        """The last frame; carries the admission key to whoever came with a token."""
+        """The last frame; carries the admission key to whoever came with a token. Raises RuntimeError before that."""
+        if not self._admitted:
+            raise RuntimeError("a Welcome for somebody who has not proven anything")
         me = self._me
         return _tagged(
             4,
@@ -291,3 +311,9 @@ def refuse(reason: int, theirs: str, todo: str) -> Refuse:
 
 def _tagged(tag: int, message: Message) -> bytes:
     return bytes([tag]) + message.SerializeToString()
+
+
+def _untag(tag: int, message: Message, frame: bytes) -> None:
+    _need(frame[:1] == bytes([tag]), "frame out of turn")
+    _need(len(frame) <= limits.HANDSHAKE_FRAME_BYTES_MAX, f"frame of {len(frame)} bytes")
+    decode(message, frame[1:])

@@ -20,7 +20,7 @@ HANDSHAKE_METHOD = "Handshake"
 
 
 class StreamClosed(Exception):
-    """The stream ended: by the other side's half-close (`clean`), by an error, a cancelled call or a lost connection."""
+    """The stream ended: by a half-close (`clean`), an error, a cancelled call or a lost connection."""
 
     def __init__(self, reason: str, *, clean: bool = False) -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class DialError(Exception):
 
 
 class Stream(Protocol):
-    """An ordered, reliable, flow-controlled sequence of frames in both directions. One reader and one writer at a time."""
+    """An ordered, reliable, flow-controlled sequence of frames both ways. One reader and one writer at a time."""
 
     async def send(self, frame: bytes) -> None:
         """Queue one frame (at most FRAME_BYTES_MAX). Waits for flow control. Raises StreamClosed."""
@@ -89,8 +89,14 @@ class Transport(Protocol):
     """Listens and dials. One per node."""
 
     binding: bytes  # sha-256 of our own certificate
-    sent_bytes: int  # frames handed to the network since the start, payload bytes
-    received_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of frames handed to the network since the start."""
+        ...
+
+    @property
+    def received_bytes(self) -> int: ...
 
     async def listen(self, host: str, port: int, gate: Gate, handler: Handler) -> int:
         """Serve; returns the bound port. Raises ShoalError(ADDRESS) when it cannot bind."""

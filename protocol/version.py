@@ -1,8 +1,8 @@
 """Names and order of updates and states: dots, heads, version vectors, lineage.
 
 Pure. In ring mode two states compare by lineage ancestry, in gossip mode by vectors; equal seq with unequal heads is
-CONCURRENT in either. Lineage ancestry needs the kept commit records and is decided by whoever has them (`compare_lineages`
-takes the ancestry as a function).
+CONCURRENT in either. Lineage ancestry needs the kept commit records and is decided by whoever has them
+(`compare_lineages` takes the ancestry as a function).
 """
 
 from __future__ import annotations
