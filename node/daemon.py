@@ -960,6 +960,7 @@ class Daemon:
             total = rounds.progress.samples + sum(s.samples for s in others if s.open_round == state.round + 1)
             status |= {
                 "round": state.round,
+                "saved_round": rounds.durable_round,
                 "rounds_max": rounds.settings.rounds_max,
                 "finished": rounds.finished,
                 "lineage": state.lineage.hex(),

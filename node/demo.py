@@ -119,7 +119,7 @@ class Demo:
                 start_new_session=True,
             )  # fmt: skip
 
-    async def _founder(self) -> str:
+    async def _founder(self) -> None:
         config = self.directory / "demo.toml"
         config.write_text(self._config_text())
         await self._start(self.peers[0], ["up", "--config", str(config)])
@@ -127,8 +127,12 @@ class Demo:
         while True:
             await self._watch()
             if self.peers[0].status.get("ready"):
-                invite = await call(self.peers[0].data_dir / "control.sock", "invite", {}, timeout_s=5.0)
-                return str(invite["invite"])
+                return
+
+    async def _invite(self) -> str:
+        """An invite of its own for each newcomer: a token belongs to the first peer that uses it."""
+        reply = await call(self.peers[0].data_dir / "control.sock", "invite", {}, timeout_s=5.0)
+        return str(reply["invite"])
 
     async def _watch(self) -> None:
         """One poll of everybody. Raises ShoalError when a peer ended by itself or nothing moves any more."""
@@ -156,7 +160,7 @@ class Demo:
 
     def _print_rounds(self) -> None:
         alive = [p for p in self.peers if p.running and p.status]
-        done = min((int(p.status.get("round", 0)) for p in alive), default=0)
+        done = min((int(p.status.get("saved_round", 0)) for p in alive), default=0)
         for round_ in range(self.printed_round + 1, done + 1):
             records = [r for p in self.peers for r in read_metrics(p.data_dir) if r.get("round") == round_]
             rewards = [(r["reward"], r["samples"]) for r in records if r.get("samples")]
@@ -172,14 +176,14 @@ class Demo:
     # ------------------------------------------------------------------------------------------------ the story
 
     async def run(self) -> dict[str, Any]:
-        invite = await self._founder()
+        await self._founder()
         self._say(f"peer 0 is up: {self.peers[0].peer_id}")
         victim = self.peers[-1]
         for peer in self.peers[1:]:
             hold = (
                 {"SHOAL_NODE__TEST_HOLD": f"exchanging@{self.kill_round}"} if self.kill_round and peer is victim else {}
             )
-            await self._start(peer, ["join", invite], **hold)
+            await self._start(peer, ["join", await self._invite()], **hold)
         while not all(p.status.get("ready") for p in self.peers):
             await self._watch()
         self._say(f"{len(self.peers)} peers are ready; training starts")

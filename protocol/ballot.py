@@ -257,9 +257,8 @@ class Ballot(Convening):
         if known is None or join.attempt > known.attempt or (join.attempt == known.attempt and known.header is None):
             self._joins[peer] = join
             if self._convening_in(join.attempt) and join.state_hash != self.base_state_hash:
-                self._note(
-                    f"state hashes differ: {join.state_hash.hex()[:16]} at {peer}, here {self.base_state_hash.hex()[:16]}"
-                )
+                theirs, mine = join.state_hash.hex()[:16], self.base_state_hash.hex()[:16]
+                self._note(f"state hashes differ at one lineage: {theirs} at {peer}, {mine} here")
         if self._convening_in(join.attempt):
             if known is None or known.attempt < join.attempt:
                 self._out.append(Measured(Wait.JOIN, self._now - self._entered_at))

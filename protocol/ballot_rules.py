@@ -276,8 +276,6 @@ def check_commit(commit: Commit, electorate: Collection[str], round_: int, base_
         raise PeerFault(
             "bad_commit", f"{len(commit.votes)} votes of an electorate of {len(electorate)} are no majority"
         )
-    if not commit.votes:
-        raise PeerFault("bad_commit", "no votes")  # reached with an empty electorate alone
     return CheckedCommit(commit, value, value.hash, value.lineage, frozenset(electorate), commit.signers, splits > 0)
 
 

@@ -17,6 +17,8 @@ import asyncio
 import os
 import socket
 import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 # gRPC writes its own lines to stderr, among the node's; what matters of them comes back as errors.
@@ -29,6 +31,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from . import limits
 from .errors import ExitCode, PeerFault, ShoalError
+from .handshake import plain
 from .identity import CERTIFICATE_NAME, Identity, make_certificate, verify_certificate
 from .transport import Call, DialError, Gate, Handler, StreamClosed
 from .version import sha256
@@ -47,6 +50,8 @@ _KEEPALIVE: list[tuple[str, int]] = [
 _FRAMES: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", limits.FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", limits.FRAME_BYTES_MAX),
+    # Frames are compressed already; identity only, so that no frame can grow after it was measured.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
@@ -55,6 +60,9 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", limits.STREAMS_PER_CONNECTION_MAX),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.KEEPALIVE_TIME_MS // 2),
     ("grpc.max_metadata_size", 8 * 1024),
+    # A stranger that connects and says nothing: peers finish TLS at once and keep a control stream open.
+    ("grpc.server_handshake_timeout_ms", int(limits.HANDSHAKE_SECONDS_MAX * 1000)),
+    ("grpc.max_connection_idle_ms", 60_000),
 ]
 CLIENT_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
@@ -81,8 +89,47 @@ class _Counter:
 
 def _closed(error: BaseException) -> StreamClosed:
     if isinstance(error, grpc.aio.AioRpcError):
-        return StreamClosed(f"{error.code().name.lower()}: {error.details()}")
+        return StreamClosed(f"{error.code().name.lower()}: {plain(error.details() or '')}")
     return StreamClosed(f"cancelled: {error}" if isinstance(error, asyncio.CancelledError) else f"failed: {error}")
+
+
+class _Reader:
+    """Reads frames one at a time. A read that outlasts its deadline goes on for the next call: gRPC would end the stream
+    with it. `_read` belongs to the stream and is dropped with it."""
+
+    def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
+        self._read = read
+        self._pending: asyncio.Future[Any] | None = None
+
+    async def next(self, timeout_s: float) -> Any:
+        """Raises what the read raises, StreamClosed when the stream was given up, asyncio.TimeoutError."""
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._read())
+            self._pending.add_done_callback(_look)
+        pending = self._pending
+        done, _ = await asyncio.wait({pending}, timeout=timeout_s)
+        if not done:
+            raise asyncio.TimeoutError
+        self._pending = None
+        if pending.cancelled():
+            raise StreamClosed("cancelled: the stream was given up")
+        return pending.result()
+
+    def drop(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+
+def _look(read: asyncio.Future[Any]) -> None:
+    """A read nobody waits for any more may fail unseen: its stream is over."""
+    if not read.cancelled():
+        read.exception()
+
+
+def _check_size(frame: bytes) -> None:
+    """An oversized frame is our own mistake, found before gRPC breaks the stream over it."""
+    if len(frame) > limits.FRAME_BYTES_MAX:
+        raise ValueError(f"frame of {len(frame)} bytes, limit {limits.FRAME_BYTES_MAX}")
 
 
 class _ClientStream:
@@ -90,8 +137,10 @@ class _ClientStream:
 
     def __init__(self, call: Any, count: _Counter) -> None:
         self._call, self._count = call, count
+        self._reader = _Reader(call.read)
 
     async def send(self, frame: bytes) -> None:
+        _check_size(frame)
         try:
             await self._call.write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
@@ -104,18 +153,14 @@ class _ClientStream:
 
     async def recv(self, timeout_s: float) -> bytes:
         try:
-            frame = await asyncio.wait_for(self._call.read(), timeout_s)
-            if frame is _EOF:
-                code = await self._call.code()
-                if code is not grpc.StatusCode.OK:
-                    raise StreamClosed(f"{code.name.lower()}: {await self._call.details()}")
-                raise StreamClosed("the other side is done", clean=True)
+            frame = await self._reader.next(timeout_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise _closed(error) from None
-        except asyncio.CancelledError:
-            if self._call.cancelled() and not _being_cancelled():
-                raise StreamClosed("cancelled: the stream was given up") from None
-            raise
+        if frame is _EOF:
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                raise StreamClosed(f"{code.name.lower()}: {plain(await self._call.details() or '')}")
+            raise StreamClosed("the other side is done", clean=True)
         self._count.received += len(frame)
         return frame
 
@@ -127,6 +172,7 @@ class _ClientStream:
 
     def cancel(self, reason: str) -> None:
         self._call.cancel()
+        self._reader.drop()
 
 
 def _being_cancelled() -> bool:
@@ -141,11 +187,13 @@ class _ServerStream:
 
     def __init__(self, context: Any, count: _Counter) -> None:
         self._context, self._count = context, count
+        self.reader = _Reader(context.read)
         self._task = asyncio.current_task()
         self.cancelled: str | None = None
 
     async def send(self, frame: bytes) -> None:
         self._check()
+        _check_size(frame)
         try:
             await self._context.write(frame)
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
@@ -155,7 +203,7 @@ class _ServerStream:
     async def recv(self, timeout_s: float) -> bytes:
         self._check()
         try:
-            frame = await asyncio.wait_for(self._context.read(), timeout_s)
+            frame = await self.reader.next(timeout_s)
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
             raise _closed(error) from None
         if frame is _EOF:
@@ -200,6 +248,8 @@ class _Service(grpc.GenericRpcHandler):
             except asyncio.CancelledError:
                 if stream.cancelled is None:
                     raise
+            finally:
+                stream.reader.drop()
             if stream.cancelled is not None:
                 await context.abort(grpc.StatusCode.CANCELLED, stream.cancelled[:200])
 
@@ -214,8 +264,8 @@ def _readable(peer: str) -> str:
 class _Connection:
     """A dialed channel whose other side is proven to be `peer_id`."""
 
-    def __init__(self, channel: Any, peer_id: str, address: str, binding: bytes, count: _Counter) -> None:
-        self._channel, self._count = channel, count
+    def __init__(self, channel: Any, peer_id: str, address: str, binding: bytes, transport: GrpcTransport) -> None:
+        self._channel, self._count, self._transport = channel, transport._count, transport
         self.peer_id, self.address, self.binding = peer_id, address, binding
 
     async def open(self, method: str, token: bytes, *, timeout_s: float) -> _ClientStream:
@@ -230,6 +280,7 @@ class _Connection:
         return _ClientStream(call, self._count)
 
     async def close(self) -> None:
+        self._transport._connections.pop(self, None)
         await self._channel.close(None)
 
 
@@ -241,7 +292,7 @@ class GrpcTransport:
         self.binding = self._certificate.binding
         self._count = _Counter()
         self._server: Any = None
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # in the order dialed
 
     @property
     def sent_bytes(self) -> int:
@@ -276,14 +327,15 @@ class GrpcTransport:
         )
 
     async def dial(self, address: str, peer_id: str, *, timeout_s: float) -> _Connection:
+        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             der = await asyncio.wait_for(_read_certificate(address), timeout_s)
         except asyncio.TimeoutError:
             raise DialError("timeout", f"{address} did not answer in {timeout_s:g} s") from None
         except ssl.SSLError as error:
             raise DialError("tls", f"{address}: {error.reason}") from None
-        except OSError as error:
-            raise DialError("unreachable", f"{address}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:  # ValueError: no port, or a name that cannot be encoded
+            raise DialError("unreachable", f"{address}: {getattr(error, 'strerror', None) or error}") from None
         try:
             proven = verify_certificate(der)
         except PeerFault as fault:
@@ -291,17 +343,24 @@ class GrpcTransport:
         if proven != peer_id:
             raise DialError("wrong_peer", f"{address} is {proven}, expected {peer_id}")
         pem = x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
-        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pem), options=CLIENT_OPTIONS)
+        # The scheme keeps gRPC from reading a host called "unix" or "ipv6" as one.
+        channel = grpc.aio.secure_channel(
+            f"dns:///{address}", grpc.ssl_channel_credentials(pem), options=CLIENT_OPTIONS
+        )
         try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+            await asyncio.wait_for(channel.channel_ready(), deadline - asyncio.get_running_loop().time())
         except BaseException as error:
             await channel.close(None)
             if isinstance(error, asyncio.TimeoutError):
                 raise DialError("timeout", f"{address}: no gRPC connection in {timeout_s:g} s") from None
             raise
-        return _Connection(channel, peer_id, address, sha256(der), self._count)
+        connection = _Connection(channel, peer_id, address, sha256(der), self)
+        self._connections[connection] = None
+        return connection
 
     async def close(self) -> None:
+        for connection in list(self._connections):
+            await connection.close()
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -331,5 +390,26 @@ def _why_not_bound(host: str, port: int) -> str:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((host.strip("[]"), port))
     except OSError as error:
-        return f"{error.strerror}"
+        owner = _owner_of(port)
+        return f"{error.strerror}{f': {owner} has it' if owner else ''}"
     return "it was in use a moment ago"
+
+
+def _owner_of(port: int, proc: Path = Path("/proc")) -> str:
+    """Process that listens on a port ("python3, pid 12"), or "" where the system does not show it to us."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = [line.split() for line in (proc / "net" / table).read_text().splitlines()[1:]]
+        except OSError:
+            continue
+        sockets |= {
+            f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+        }
+    for process in proc.glob("[0-9]*") if sockets else ():
+        try:
+            if any(os.readlink(open_file) in sockets for open_file in (process / "fd").iterdir()):
+                return f"{(process / 'comm').read_text().strip()}, pid {process.name}"
+        except OSError:
+            continue  # ended, or another user's
+    return ""

@@ -96,7 +96,7 @@ def decode(message: Message, frame: bytes) -> None:
         raise PeerFault("bad_handshake", f"{type(message).__name__}: {error}") from None
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A stranger's text, fit for a terminal and a log: bounded, no control characters, no line breaks."""
     return "".join(c if c.isprintable() else "?" for c in text[: limits.REASON_CHARS_MAX])
 
@@ -203,8 +203,8 @@ class Dialer:
             _untag(0, refusal, frame)
             raise Refused(
                 refusal.reason,
-                values=f"mine {self._mine(refusal.reason)}; theirs {_plain(refusal.theirs)}",
-                todo=_plain(refusal.todo) or "Ask whoever runs the swarm.",
+                values=f"mine {self._mine(refusal.reason)}; theirs {plain(refusal.theirs)}",
+                todo=plain(refusal.todo) or "Ask whoever runs the swarm.",
             )
         _untag(tag, message, frame)
 

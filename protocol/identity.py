@@ -1,7 +1,7 @@
 """Who a peer is: an Ed25519 key in one locked file, its libp2p peer id, and the TLS certificate bound to it.
 
-The file is libp2p's protobuf form of the private key (`08 01 12 40`, 32-byte seed, 32-byte public key), so the same file
-is the identity of the hivemind DHT. Peer ids and certificates follow the libp2p peer-id and TLS specifications: a
+The file is libp2p's protobuf form of the private key (`08 01 12 40`, 32-byte seed, 32-byte public key), so it is the
+identity of the hivemind DHT as well. Peer ids and certificates follow the libp2p peer-id and TLS specifications: a
 self-signed P-256 leaf (an Ed25519 leaf fails in gRPC) whose extension carries the host key and its signature over the
 leaf's key. Does not cover: what is signed (signing.py) or who may enter (admission.py).
 """

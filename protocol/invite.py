@@ -2,8 +2,8 @@
 
     shoal://<peer_id>@host:port[,host:port…][;<peer_id>@host:port…]/<run_id hex>[#token=<hex>]
 
-Several addresses of one peer are separated by commas, further peers by semicolons, so that one dead bootstrap peer never
-makes an invite useless. The token part is a secret of the run: whoever has it may enter once.
+Several addresses of one peer are separated by commas, further peers by semicolons, so that one dead bootstrap peer
+never makes an invite useless. The token part is a secret of the run: whoever has it may enter once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Signatures over bodies of the wire: one domain string per type and role, always bound to the run.
 
-A signature covers `shoal/v1/<type>/<role>` NUL run_id body, so that nothing signed for one purpose or run serves another.
+A signature covers `shoal/v1/<type>/<role>` NUL run_id body: what is signed for one purpose or run serves no other.
 """
 
 from __future__ import annotations

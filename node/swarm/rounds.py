@@ -123,6 +123,7 @@ class Rounds:
         self._hold = hold
         self._started = started
         self.progress = Progress()
+        self.durable_round = state.round  # saved, or at least tried to
         self._ballot: b.Ballot | None = None
         self._previous: b.Ballot | None = None
         self._events: asyncio.Queue[b.Event] = asyncio.Queue(maxsize=4096)
@@ -139,8 +140,8 @@ class Rounds:
 
     @property
     def finished(self) -> bool:
-        """The run's last round is in the state."""
-        return 0 < self.settings.rounds_max <= self.state.round
+        """The run's last round is in the state and on disk."""
+        return 0 < self.settings.rounds_max <= self.durable_round
 
     @property
     def roster(self) -> Roster | None:
@@ -206,7 +207,8 @@ class Rounds:
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if self.finished:
+                if 0 < self.settings.rounds_max <= self.state.round:
+                    self.durable_round = self.state.round
                     self.progress.phase = "finished"
                     await asyncio.wait({stop, watch}, return_when=asyncio.FIRST_COMPLETED)
                 else:
@@ -434,6 +436,7 @@ class Rounds:
         applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, self.settings.rules))
         self.install(applied, checked)
         await self._save(applied, checked, work)
+        self.durable_round = applied.state.round
         self.progress.rounds_done += 1
         self._say(
             "round committed",

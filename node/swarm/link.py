@@ -1,0 +1,149 @@
+"""What the mesh keeps per peer: addresses, a queue, a circuit breaker, open streams; and what it counts. No dialing here.
+
+`Breaker` is pure: it is told `now` and a random number. `SessionStream` is what every user of the mesh reads and writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import weakref
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from ...protocol import limits
+from ...protocol.admission import Session
+from ...protocol.transport import Connection, Stream, StreamClosed
+
+BACKOFF_SECONDS_MIN = 0.25
+# A peer that answers keepalive and does not read: one frame takes 1.5 s at 1 Mbit/s.
+SEND_SECONDS_MAX = 30.0
+# Peers whose faults are counted one by one; the rest only in the sum.
+CHARGED_MAX = 2 * limits.MEMBERS_MAX
+
+_serial = itertools.count()
+
+
+@dataclass
+class Traffic:
+    """Frame bytes by stream method, and faults by kind and by peer. Bounded: strangers cannot make it grow."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    sent_to: Counter[str] = field(default_factory=Counter)  # by peer
+    received_from: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    charged: Counter[str] = field(default_factory=Counter)  # by peer
+
+    def charge(self, peer: str, kind: str) -> None:
+        self.faults[kind] += 1
+        self.charged[peer] += 1
+        if len(self.charged) > CHARGED_MAX:
+            self.charged = Counter(dict(self.charged.most_common(CHARGED_MAX // 2)))
+
+    def forget(self, peer: str) -> None:
+        """Drop the byte counts of one peer; the sums by method stay."""
+        self.sent_to.pop(peer, None)
+        self.received_from.pop(peer, None)
+
+
+class SessionStream:
+    """A stream to or from an admitted peer: counts bytes, and looks at the session on every frame.
+
+    Sending has a deadline of its own, so that no peer blocks us by not reading.
+    """
+
+    def __init__(self, stream: Stream, traffic: Traffic, method: str, peer: str, session: Session | None) -> None:
+        """`session`: of an accepted stream; None on one that we opened."""
+        self._stream, self._traffic, self._method, self._peer = stream, traffic, method, peer
+        self.session = session
+        self.serial = next(_serial)
+
+    @property
+    def live(self) -> bool:
+        return self.session is None or self.session.live
+
+    def _check(self) -> None:
+        if not self.live:
+            self._stream.cancel("session ended")
+            raise StreamClosed("unauthenticated: session ended")
+
+    async def send(self, frame: bytes) -> None:
+        self._check()
+        try:
+            await asyncio.wait_for(self._stream.send(frame), SEND_SECONDS_MAX)
+        except asyncio.TimeoutError:
+            self._stream.cancel("the other side does not read")
+            raise StreamClosed(f"timeout: the other side did not read for {SEND_SECONDS_MAX:g} s") from None
+        self._traffic.sent[self._method] += len(frame)
+        self._traffic.sent_to[self._peer] += len(frame)
+
+    async def recv(self, timeout_s: float) -> bytes:
+        frame = await self._stream.recv(timeout_s)
+        self._check()
+        self._traffic.received[self._method] += len(frame)
+        self._traffic.received_from[self._peer] += len(frame)
+        return frame
+
+    async def done_sending(self) -> None:
+        await self._stream.done_sending()
+
+    def cancel(self, reason: str) -> None:
+        self._stream.cancel(reason)
+
+
+@dataclass
+class Breaker:
+    """Keeps a dead peer from costing anybody time: after a failure, no attempt before `retry_at`."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    last_error: str = ""
+
+    def failed(self, now: float, rng: random.Random, error: str) -> None:
+        """Exponential with jitter, BACKOFF_SECONDS_MIN to RECONNECT_BACKOFF_SECONDS_MAX: a healed partition is noticed."""
+        self.failures += 1
+        backoff = BACKOFF_SECONDS_MIN * 2 ** min(self.failures, 16) * (0.5 + rng.random())
+        self.retry_at = now + min(backoff, limits.RECONNECT_BACKOFF_SECONDS_MAX)
+        self.last_error = error
+
+    def reset(self) -> None:
+        """News of the peer, or a connection. The last error stays until there is a connection."""
+        self.failures, self.retry_at = 0, 0.0
+
+
+@dataclass
+class Link:
+    """Everything about one peer."""
+
+    addresses: list[str] = field(default_factory=list)
+    queue: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=limits.MESSAGE_QUEUE_MAX))
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    breaker: Breaker = field(default_factory=Breaker)
+    connection: Connection | None = None
+    token: bytes = b""  # our session there
+    boot_id: bytes = b""  # of the process behind `connection`
+    control: SessionStream | None = None  # on our connection
+    accepted: list[SessionStream] = field(default_factory=list)  # control streams that the peer opened
+    streams: weakref.WeakSet[SessionStream] = field(default_factory=weakref.WeakSet)  # all others, either way
+    sender: asyncio.Task[None] | None = None
+
+    def remember(self, *addresses: str) -> None:
+        """Newest first, at most ADDRESSES_MAX."""
+        self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[: limits.ADDRESSES_MAX]
+
+    def incoming(self) -> SessionStream | None:
+        """The newest control stream that the peer opened and that is live."""
+        return next((s for s in reversed(self.accepted) if s.live), None)
+
+    def cancel_streams(self, reason: str) -> None:
+        """End all streams at once, oldest first (a WeakSet has no order of its own)."""
+        control = [self.control] if self.control is not None else []
+        for stream in sorted([*self.streams, *self.accepted, *control], key=lambda s: s.serial):
+            stream.cancel(reason)
+
+    def idle(self) -> bool:
+        """Whether nothing is lost but addresses when this is forgotten."""
+        sending = self.sender is not None and not self.sender.done()
+        return not (self.connection or self.accepted or self.queue or sending or self.lock.locked())
