@@ -156,4 +156,4 @@ def test_foreign_branches_never_push_out_the_own_one():
     for i in range(20):
         grow(log, ROOT, 1, tag=b"junk" + bytes([i]), tip=mine)
     assert len(log) == 8 and [r.round for r in log.chain(mine)] == [4, 3, 2, 1]
-    assert limits.COMMIT_RECORDS_KEPT == CommitLog(ROOT, 0).kept
+    assert CommitLog(ROOT, 0).kept == limits.COMMIT_RECORDS_KEPT
