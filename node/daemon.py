@@ -70,6 +70,7 @@ POLL_SECONDS = 0.5
 LINGER_SECONDS = 10.0
 # Before a restarted peer votes it tries everybody it knew, so that it does not decide alone what others decided without it.
 REDIAL_SECONDS = 5.0
+REDIAL_SECONDS_MAX = 60.0
 
 
 class Daemon:
@@ -314,6 +315,7 @@ class Daemon:
         self.phase = "receiving the manifest"
         info = await self._ask_manifest(peer)
         self._take_manifest(info.manifest)
+        self._save_cache()
         self.admission.mode = self.config.run.admission.mode
         self.admission.allowed = frozenset(self.config.run.admission.allow)
         self._save_secrets()
@@ -398,9 +400,10 @@ class Daemon:
         if self.genesis is None:
             await self._wait_genesis()
         assert self.genesis is not None
-        self.data.write(self.data.manifest, self.manifest)
-        self.data.write(self.data.genesis, self.genesis.SerializeToString())
         await self._first_download()
+        self._save_cache()
+        self.data.write(self.data.genesis, self.genesis.SerializeToString())
+        self.data.write(self.data.manifest, self.manifest)
         return None
 
     def _stage(self, show: Bar) -> Callable[[str, float], None]:
@@ -809,7 +812,7 @@ class Daemon:
             self.rounds.members_changed()
 
     async def _redial(self) -> None:
-        """Dial everybody known once, at the same time, before voting."""
+        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone."""
         self.phase = "dialling known peers"
 
         async def one(peer: str, address: str) -> None:
@@ -859,18 +862,27 @@ class Daemon:
             await self.clock.sleep(60.0)
 
     async def _save_peers(self) -> None:
-        """The peer cache and the secrets, when they changed."""
-        written = (b"", "")
+        """The peer cache and the secrets, when they changed; and a dial of everybody known while nobody is here."""
+        written, dialled_at, pause = (b"", ""), self.clock.now(), REDIAL_SECONDS
         while True:
-            await self.clock.sleep(2.0)
             now = (self.cache.encoded(), json.dumps(self.admission.to_dict()))
             if now != written:
                 written = now
-                try:
-                    self.data.write(self.data.peers, now[0])
-                    self._save_secrets()
-                except ShoalError as error:
-                    self.say("peer cache not saved", level="warning", cause=error.values)
+                self._save_cache()
+            await self.clock.sleep(POLL_SECONDS)
+            if self.members is None or self.members.alive():
+                pause = REDIAL_SECONDS
+            elif self.clock.now() - dialled_at > pause and self.cache.peers:
+                self.say("alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers))
+                await self._redial()
+                dialled_at, pause = self.clock.now(), min(2 * pause, REDIAL_SECONDS_MAX)
+
+    def _save_cache(self) -> None:
+        try:
+            self.data.write(self.data.peers, self.cache.encoded())
+            self._save_secrets()
+        except ShoalError as error:
+            self.say("peer cache not saved", level="warning", cause=error.values)
 
     async def _hold(self, phase: str, round_: int) -> None:
         """Test-only: wait in a phase while the file `holding` is there. Once per process."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.observe.control import call_blocking
+from shoal.node.store.metrics import read_metrics
 from shoal.protocol.errors import ShoalError
 
 DEADLINE_S = 60.0
@@ -172,7 +173,7 @@ class Swarm:
             time.sleep(0.05)  # poll interval of a bounded wait
 
     def rounds(self, nodes: list[Node] | None = None) -> list[int]:
-        return [int((n.status() or {}).get("round", -1)) for n in (nodes or self.nodes)]
+        return [int((n.status() or {}).get("saved_round", -1)) for n in (nodes or self.nodes)]
 
     def wait_round(self, round_: int, nodes: list[Node] | None = None, timeout_s: float = DEADLINE_S) -> None:
         self.wait(lambda: min(self.rounds(nodes)) >= round_, f"round {round_}", timeout_s)
@@ -189,6 +190,16 @@ class Swarm:
 
         self.wait(same, "equal versions and state hashes", timeout_s)
         return seen[0]
+
+    def assert_same_history(self, *, from_round: int, nodes: list[Node] | None = None) -> None:
+        """Every round that two nodes have on record left both with the same bits, `from_round` and later on all of them."""
+        chosen = nodes or self.nodes
+        histories = [{r["round"]: r["state_hash"] for r in read_metrics(n.data_dir)} for n in chosen]
+        common = set.intersection(*(set(h) for h in histories))
+        assert any(round_ >= from_round for round_ in common), f"no common round from {from_round} on"
+        for round_ in set.union(*(set(h) for h in histories)):
+            seen = {h[round_] for h in histories if round_ in h}
+            assert len(seen) == 1, f"round {round_} has {len(seen)} state hashes: {seen}"
 
     def describe(self) -> str:
         return "\n".join(f"--- {n.name} {n.status()}\n{n.tail()}" for n in self.nodes)
