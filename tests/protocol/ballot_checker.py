@@ -56,6 +56,8 @@ TIMING = Timing(
     local_s=1.0, join_s=1.6, roster_s=2.2, exchange_s=2.0, propose_s=2.6, vote_s=0.8, commit_s=1.4, retry_s=0.3
 )
 GENESIS = sha256(b"genesis")
+# Attempts per member that a round may take once faults have stopped: every convener has its turn a few times.
+ATTEMPTS_ENOUGH = 4
 WIDTH = 3  # coordinates of an update
 
 
@@ -165,7 +167,8 @@ class Schedule:
         self.now = 0.0
         self.steps = 0
         self.forked = False
-        self.max_attempt_at_peace = -1
+        self.attempt_at_peace: dict[tuple[int, bytes], int] = defaultdict(lambda: -1)
+        self.attempts_needed = 0
         self._queue: list[tuple[float, int, Any]] = []
         self._order = 0
         names = [f"p{i}" for i in range(self.faults.peers)]
@@ -427,7 +430,9 @@ class Schedule:
         for name in sorted(self.dying):
             if self.peers[name].up:
                 self.kill(self.peers[name])
-        self.max_attempt_at_peace = max(p.ballot.attempt for p in self.peers.values())
+        for peer in self.peers.values():
+            key = (peer.ballot.round, peer.ballot.base_lineage)
+            self.attempt_at_peace[key] = max(self.attempt_at_peace[key], peer.ballot.attempt)
         self.at(self.now + 1.0, "detect")
         for peer in list(self.peers.values()):  # some clock always closes a round
             if peer.up:
@@ -601,6 +606,11 @@ class Schedule:
             raise Violation("an update was committed twice")
         if len({u.dot.peer for u in value.updates}) != len(value.updates):
             raise Violation("two updates of one origin in one round")
+        if self.peace and not self.forked:
+            needed = commit.attempt - self.attempt_at_peace[about]
+            self.attempts_needed = max(self.attempts_needed, needed)
+            if needed > ATTEMPTS_ENOUGH * len(electorate):
+                raise Violation(f"{needed} attempts after the faults")
         known = self.commits[about]
         known[value.hash] = (value, split and known.get(value.hash, (value, True))[1])
         if sum(not marked for _, marked in known.values()) > 1:
