@@ -1,7 +1,7 @@
 """The `shoal` command: flags and help. What commands do is in `commands/`, the daemon and the demo.
 
-Heavy imports happen inside the commands, so that `--help` is quick. A `ShoalError` becomes three lines on stderr (and one
-JSON object on stdout with --json) and its exit code; anything unexpected becomes one line and a crash file.
+Heavy imports happen inside the commands, so that `--help` is quick. A `ShoalError` becomes three lines on stderr (and
+one JSON object on stdout with --json) and its exit code; anything unexpected becomes one line and a crash file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import click
 
 from ..protocol.errors import ExitCode, ShoalError
 
-CODES = "\n".join(f"  {int(code):3d}  {code.name.lower().replace('_', ' ')}" for code in ExitCode)
+INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
+# docs/commands.md has the causes.
+CODES = "\b\nExit codes:\n" + "\n".join(f"{int(c):3d}  {c.name.lower().replace('_', ' ')}" for c in ExitCode)
 data_dir_option = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
     default=None,
-    help="The node's folder: identity, state, logs, control socket. [default: node.data_dir, ~/.shoal]",
+    help="The node's folder: identity, state, logs, control socket. [default: $SHOAL_NODE__DATA_DIR or ~/.shoal]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one JSON object on stdout.")
 
@@ -40,7 +42,9 @@ class Group(click.Group):
         return ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export"]
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Group, epilog=CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(package_name="shoal")
 def shoal() -> None:
     """Post-train a language model together, with nobody in charge.
@@ -51,7 +55,8 @@ def shoal() -> None:
     shoal join 'shoal://…'            join one, from its invite
     shoal status                      what the node here is doing
 
-    Progress and logs go to stderr, results to stdout. Exit codes: see docs/commands.md.
+    Progress and logs go to stderr, results to stdout; with --json the last line of stdout is one JSON object.
+    SHOAL_NODE__… variables override the file, and SHOAL_DEBUG=1 shows tracebacks.
     """
 
 
@@ -128,7 +133,7 @@ def up(
               shoal up --data-dir /data/shoal        (after a restart: same state, same round)
               shoal up --print-config > run.toml
     """
-    from .config import example_config, load_config
+    from .config_file import example_config, load_config
 
     if print_config:
         click.echo(example_config(), nl=False)
@@ -151,13 +156,13 @@ def join(
 ) -> int:
     """Join a run from its INVITE (quote it: it may contain a #). Nothing else needs to be configured.
 
-    Connects, checks that both sides are who they say and are admitted, receives the manifest, loads the model, downloads the
-    state from several peers at once, and enters the next round.
+    Connects, checks that both sides are who they say and are admitted, receives the manifest, loads the model,
+    downloads the state from several peers at once, and enters the next round.
 
     \b
     Example: shoal join 'shoal://12D3Koo…@203.0.113.7:7447/5f…#token=…' --data-dir /data/shoal
     """
-    from .config import load_config
+    from .config_file import load_config
 
     loaded = load_config(config, _overrides(sets, data_dir, port), os.environ)
     from .daemon import run_daemon
@@ -178,7 +183,11 @@ def _ask(data_dir: Path | None, method: str, timeout_s: float = 15.0) -> dict[st
 @data_dir_option
 @json_option
 def status(data_dir: Path | None, as_json: bool) -> int:
-    """What the running node does: round, phase, reward, progress to the round's target, bytes, trouble."""
+    """What the running node does: round, phase, reward, progress to the round's target, bytes, trouble.
+
+    \b
+    Example: shoal status --data-dir /data/shoal --json
+    """
     from .commands.show import describe_status
 
     found = _ask(data_dir, "status")
@@ -190,7 +199,11 @@ def status(data_dir: Path | None, as_json: bool) -> int:
 @data_dir_option
 @json_option
 def peers(data_dir: Path | None, as_json: bool) -> int:
-    """Everybody the running node knows: state, round, whether their state is the same, addresses, last error."""
+    """Everybody the running node knows: state, round, whether their state is the same, addresses, last error.
+
+    \b
+    Example: shoal peers --json | tail -1
+    """
     from .commands.show import describe_peers
 
     found = _ask(data_dir, "peers")
@@ -205,6 +218,9 @@ def invite(data_dir: Path | None, as_json: bool) -> int:
     """Print an invite to the run: one line that is all a newcomer needs.
 
     In token admission every call makes a new token, good for the first peer that uses it. Treat it as a secret.
+
+    \b
+    Example: shoal join "$(ssh host shoal invite)"
     """
     found = _ask(data_dir, "invite")
     click.echo(json.dumps(found) if as_json else found["invite"])
@@ -216,7 +232,11 @@ def invite(data_dir: Path | None, as_json: bool) -> int:
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until the node has ended.")
 @json_option
 def leave(data_dir: Path | None, wait: bool, as_json: bool) -> int:
-    """Ask the running node to leave: push what it learned, say goodbye, checkpoint, exit. Like SIGTERM."""
+    """Ask the running node to leave: push what it learned, say goodbye, checkpoint, exit. Like SIGTERM.
+
+    \b
+    Example: shoal leave --data-dir /data/shoal
+    """
     from .commands.show import wait_until_gone
 
     found = _ask(data_dir, "leave")
@@ -231,7 +251,13 @@ def leave(data_dir: Path | None, wait: bool, as_json: bool) -> int:
 @click.option("--port", default=7447, show_default=True, type=click.IntRange(0, 65535), help="Port to test.")
 @json_option
 def doctor(data_dir: Path | None, port: int, as_json: bool) -> int:
-    """Check this machine: Python, device, disk, port, addresses that others can reach, optional parts. Changes nothing."""
+    """Check this machine: Python, device, clock, disk, port, addresses that others can reach, optional parts.
+
+    Changes nothing. Exit code 1 if something would keep a node from running.
+
+    \b
+    Example: shoal doctor --data-dir /data/shoal --port 7447
+    """
     from .doctor import describe, examine
 
     findings = examine(_where(data_dir), port)
@@ -287,39 +313,58 @@ def export(data_dir: Path | None, out: Path, merged: bool, as_json: bool) -> int
 def _report(error: ShoalError, as_json: bool) -> int:
     click.echo(f"shoal: {error.what}\n  {error.values}\n  {error.todo}", err=True)
     if as_json:
-        body = {"what": error.what, "values": error.values, "todo": error.todo, "code": int(error.code)}
-        click.echo(json.dumps({"error": body}))
+        _json_error(error.what, error.values, error.todo, int(error.code))
     return int(error.code)
 
 
-def _crash(error: BaseException) -> int:
+def _json_error(what: str, values: str, todo: str, code: int) -> None:
+    click.echo(json.dumps({"error": {"what": what, "values": values, "todo": todo, "code": code}}))
+
+
+def _crash(error: Exception, as_json: bool) -> int:
     if os.environ.get("SHOAL_DEBUG"):
         raise error
-    with tempfile.NamedTemporaryFile("w", prefix="shoal-crash-", suffix=".txt", delete=False) as file:
-        traceback.print_exception(error, file=file)
-    click.echo(f"shoal: unexpected {type(error).__name__}: {error}\n  details are in {file.name}\n"
-               "  Please report it with that file; SHOAL_DEBUG=1 shows it here.", err=True)  # fmt: skip
+    todo = "Please report it with that file; SHOAL_DEBUG=1 shows it here."
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="shoal-crash-", suffix=".txt", delete=False) as file:
+            traceback.print_exception(error, file=file)
+        details = f"details are in {file.name}"
+    except OSError as disk:
+        details, todo = f"no crash file could be written: {disk}", "SHOAL_DEBUG=1 shows the details here."
+    what = f"unexpected {type(error).__name__}: {error}"
+    click.echo(f"shoal: {what}\n  {details}\n  {todo}", err=True)
+    if as_json:
+        _json_error(what, details, todo, int(ExitCode.FAILED))
     return int(ExitCode.FAILED)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point."""
-    as_json = "--json" in (arguments if arguments is not None else sys.argv[1:])
+def run(arguments: list[str]) -> int:
+    """One command; the exit code. Never raises, unless SHOAL_DEBUG is set."""
+    as_json = "--json" in arguments
     try:
-        code = shoal.main(args=arguments, prog_name="shoal", standalone_mode=False)
-    except click.exceptions.Abort:
-        code = 130
+        return int(shoal.main(args=arguments, prog_name="shoal", standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
-        code = int(ExitCode.USAGE)
+        if as_json:
+            _json_error(error.format_message(), "see the line above", "See --help.", int(ExitCode.USAGE))
+        return int(ExitCode.USAGE)
     except ShoalError as error:
-        code = _report(error, as_json)
-    except KeyboardInterrupt:
-        code = 130
+        return _report(error, as_json)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`shoal peers | head`); say nothing more to it, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FAILED)
     except Exception as error:
-        code = _crash(error)
+        return _crash(error, as_json)
+
+
+def main() -> None:
+    """Entry point of the `shoal` command."""
+    code = run(sys.argv[1:])
     sys.stdout.flush()
-    sys.exit(int(code or 0))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,27 @@
-"""One TOML file: `[run]` tables are the manifest, `[node]` tables are this node's alone.
+"""The tables of the configuration: `[run]` is the manifest, equal on every peer; `[node]` is this node's alone.
 
-Covers: the tables that belong to no room of their own, reading and overriding, errors that name the nearest key, the
-canonical bytes of the manifest. The tables of model, task, rewards, GRPO and warm-up live in `rl/config.py`.
-
-Precedence: file, then environment (`SHOAL_NODE__PORT=7000`), then flags (`--set node.port=7000`). The manifest of a run
-that exists is never overridden: joiners receive it, and a restart reads it from the data directory.
+Covers: the tables that belong to no room of their own, and the canonical bytes of the manifest with its hash, the run
+id. The tables of model, task, rewards, GRPO and warm-up live in `rl/config.py`. Reading the file, environment and
+flags, and the words for a mistake in them, are in `config_file.py`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NoReturn
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..aggregation.compress import Compression, parse_compression
 from ..protocol import limits
-from ..protocol.errors import ExitCode, PeerFault, ShoalError
+from ..protocol.errors import PeerFault, ShoalError
 from ..protocol.identity import public_key_from_peer_id
 from ..protocol.invite import check_address
 from ..protocol.membership import PRESETS, MembershipConfig
 from .rl.config import GrpoConfig, ModelConfig, RewardsConfig, Table, TaskConfig, WarmupConfig
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ENV_PREFIX = "SHOAL_"
-# Environment variables of this prefix that are not configuration.
-ENV_OTHER = frozenset({"SHOAL_DEBUG", "SHOAL_LONG"})
+# The phases in which `node.test_hold` can hold a peer.
 PHASES = ("downloading", "training", "convening", "exchanging", "voting", "committing")
 
 
@@ -90,7 +76,7 @@ class AdmissionConfig(Table):
     """Who may enter the run."""
 
     mode: Literal["open", "allowlist", "token"] = "token"
-    """"token": whoever has an invite with a token; "allowlist": the peers in `allow`; "open": anybody who has an address."""
+    """"token": whoever has an invite with a token; "allowlist": the peers in `allow`; "open": anybody."""
     allow: list[str] = []
     """Peer ids, for "allowlist"."""
 
@@ -115,7 +101,8 @@ class MembershipTable(Table):
     """How fast deaths are noticed."""
 
     preset: Literal["local", "lan", "wan"] = "lan"
-    """"local" for one machine, "lan", or "wan" for home uplinks: quicker ones send more and accuse the slow more often."""
+    """"local" for one machine, "lan", or "wan" for home uplinks. Quicker ones send more and
+    accuse the slow more often."""
 
     def build(self) -> MembershipConfig:
         return PRESETS[self.preset]
@@ -131,7 +118,8 @@ class RunConfig(Table):
     learner: Literal["grpo", "quadratic"] = "grpo"
     """"grpo" trains a language model; "quadratic" is the numpy stand-in."""
     compression: str = "short"
-    """Preset ("short", "demo", "long", "sparseloco", "dense-8bit", "dense-fp16", "dense") or density/bits such as "0.05/4"."""
+    """Preset ("short", "demo", "long", "sparseloco", "dense-8bit", "dense-fp16", "dense") or density/bits ("0.05/4").
+    Sparser costs less traffic and lags in short runs, until the residual has filled."""
     model: ModelConfig = ModelConfig()
     """[run.model]"""
     task: TaskConfig = TaskConfig()
@@ -240,149 +228,16 @@ class Config(Table):
     node: NodeConfig = NodeConfig()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _mistake(where: str, problems: Sequence[str]) -> ShoalError:
-    return ShoalError(
-        f"The configuration has {len(problems)} mistake{'s' if len(problems) > 1 else ''} ({where})",
-        values="\n  ".join(problems),
-        todo="Mend them; `shoal up --print-config` shows every key with its meaning and default.",
-        code=ExitCode.CONFIG,
-    )
-
-
-def load_config(
-    path: Path | None = None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> Config:
-    """Read the file (none: all defaults), apply environment and `a.b=value` overrides, validate.
-
-    Raises:
-        ShoalError: code CONFIG, naming every mistake: missing file, TOML syntax, unknown keys with the nearest known one,
-            wrong types, impossible values.
-    """
-    text, tree = "", {}
-    if path is not None:
-        try:
-            text = path.read_text(encoding="utf-8")
-            tree = tomllib.loads(text)
-        except OSError as error:
-            raise _mistake(str(path), [f"the file cannot be read: {error.strerror}, expected a TOML file"]) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise _mistake(str(path), [f"not TOML: {error}"]) from None
-    for name, value in sorted((environment or {}).items()):
-        if name.startswith(ENV_PREFIX) and name not in ENV_OTHER:
-            _put(tree, name[len(ENV_PREFIX) :].lower().split("__"), _literal(value), name)
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise _mistake("command line", [f"{override!r} is not key=value, for example node.port=7000"])
-        _put(tree, key.split("."), _literal(value), override)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        problems = [_describe(item, text) for item in error.errors()]
-        raise _mistake(str(path or "environment and flags"), problems) from None
-    return _check_files(config, path)
-
-
-def _check_files(config: Config, path: Path | None) -> Config:
-    """Files that the configuration names must be there before anything slow begins."""
-    problems = []
-    names = {
-        "node.rewards_file": config.node.rewards_file,
-        "node.model_path": config.node.model_path,
-        "run.task.name": config.run.task.name if config.run.task.name.endswith(".jsonl") else "",
-        "node.task.name": config.node.task.name
-        if config.node.task and config.node.task.name.endswith(".jsonl")
-        else "",
-        "run.model.name": config.run.model.name if _looks_like_path(config.run.model.name) else "",
-    }
-    for key, name in names.items():
-        if name and not Path(name).expanduser().exists():
-            problems.append(f"{key} = {name!r}: no such file, expected an existing path")
-    if problems:
-        raise _mistake(str(path or "flags"), problems)
-    return config
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.endswith(".gguf") or name.startswith(("/", "./", "../", "~"))
-
-
-def _literal(text: str) -> Any:
-    """A TOML value where the text is one, else the text itself."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise _mistake(source, [f"{'.'.join(keys)}: {key} is not a table"])
-    # An empty environment variable for a list means the empty list.
-    tree[keys[-1]] = [] if value == "" and keys[-1] in ("announce", "allow", "bootstrap") else value
-
-
-def _describe(item: Any, text: str) -> str:
-    """One pydantic error as a line: key, place, the two values."""
-    loc = [str(part) for part in item["loc"]]
-    key, line = ".".join(loc), _line_of(loc, text)
-    where = f" (line {line})" if line else ""
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(loc[:-1])
-        near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.0)
-        return f"{key}{where}: unknown key, the nearest known one is {near[0] if near else 'none'}"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{key}{where}: found {_short(item['input'])}; {message[0].lower()}{message[1:]}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _known_keys(path: list[str]) -> list[str]:
-    table: Any = Config
-    for part in path:
-        field = table.model_fields.get(part)
-        if field is None:
-            return []
-        annotation = field.annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        table = next((o for o in options if isinstance(o, type) and issubclass(o, Table)), None)
-        if table is None:
-            return []
-    return list(table.model_fields)
-
-
-def _line_of(loc: list[str], text: str) -> int | None:
-    """Line of a key in the TOML text, as far as simple tables go."""
-    current: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line)
-        if header:
-            current = [part.strip().strip("\"'") for part in header[1].split(".")]
-            if current == loc:
-                return number
-            continue
-        assignment = re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line)
-        if assignment:
-            full = current + [part.strip("\"'") for part in assignment[1].split(".")]
-            if full == loc[: len(full)]:
-                return number
-    return None
-
-
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def manifest_bytes(run: RunConfig) -> bytes:
-    """Canonical JSON of the `[run]` tables: sorted keys, no blanks. Its sha-256 is the run id."""
-    return json.dumps(run.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+    """Canonical JSON of the `[run]` tables: every key, sorted, no blanks, ASCII. Its sha-256 is the run id.
+
+    Floats are written by the shortest digits that read back as the same float, so equal tables give equal bytes.
+    """
+    tree = run.model_dump(mode="json")
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def run_id_of(manifest: bytes) -> bytes:
@@ -395,38 +250,15 @@ def run_from_manifest(manifest: bytes) -> RunConfig:
     if len(manifest) > limits.MANIFEST_BYTES_MAX:
         raise PeerFault("bad_manifest", f"{len(manifest)} bytes, limit {limits.MANIFEST_BYTES_MAX}")
     try:
-        return RunConfig.model_validate_json(manifest)
+        # The standard parser, since what Python writes must be what Python reads: NaN and Infinity are not JSON.
+        tree = json.loads(manifest, parse_constant=_no_constant)
+        return RunConfig.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise PeerFault("bad_manifest", str(error.errors()[0]["loc"])) from None
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise PeerFault("bad_manifest", where[: limits.REASON_CHARS_MAX]) from None
+    except (ValueError, RecursionError) as error:
+        raise PeerFault("bad_manifest", f"not JSON: {error}"[: limits.REASON_CHARS_MAX]) from None
 
 
-# --- the example ------------------------------------------------------------------------------------------------------
-
-
-def example_config() -> str:
-    """A complete TOML file with every key, its meaning and its default, commented out where it is the default."""
-    lines = ["# shoal configuration. [run] is the manifest, equal on all peers; [node] is yours alone.", ""]
-    _example(lines, Config, Config(), [])
-    return "\n".join(lines) + "\n"
-
-
-def _example(lines: list[str], kind: type[Table], values: Table, path: list[str]) -> None:
-    tables = []
-    if path:
-        lines += ["", f"[{'.'.join(path)}]", f"# {(kind.__doc__ or '').strip().splitlines()[0]}"]
-    for name, field in kind.model_fields.items():
-        value = getattr(values, name)
-        if isinstance(value, Table):
-            tables.append((name, type(value), value))
-            continue
-        for line in (field.description or "").splitlines():
-            lines.append(f"# {line.strip()}")
-        lines.append(f"# {name} = {_toml(value)}" if value is not None else f"# {name} = …  (absent by default)")
-    for name, table, value in tables:
-        _example(lines, table, value, [*path, name])
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
-    return json.dumps(value, ensure_ascii=False)
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...protocol.errors import ExitCode, ShoalError
 from .. import config as configuration
-from ..config import Config, load_config
+from ..config import Config
+from ..config_file import load_config
 from ..observe.progress import bar
 from ..store.checkpoint import Checkpoint, Checkpoints
 
@@ -16,9 +17,10 @@ def _open(data_dir: Path) -> tuple[Config, Checkpoint]:
     manifest = data_dir / "manifest.json"
     checkpoint = Checkpoints(data_dir / "checkpoints").newest() if manifest.exists() else None
     if checkpoint is None:
+        lacks = "checkpoint" if manifest.exists() else "manifest"
         raise ShoalError(
             "There is no state to read",
-            values=f"{data_dir} has no {'checkpoint' if manifest.exists() else 'manifest'}, expected a node's data directory",
+            values=f"{data_dir} has no {lacks}, expected a node's data directory",
             todo="Name the right one with --data-dir, or let the node run for a round first.",
             code=ExitCode.CONFIG,
         )

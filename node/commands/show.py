@@ -16,9 +16,8 @@ def describe_status(status: dict[str, Any]) -> str:
         return "\n".join([*lines, f"  {status['phase']} since {status['uptime_seconds']:.0f} s"])
     last = f" of {status['rounds_max']}" if status["rounds_max"] else ""
     lines.append(f"  round {status['round']}{last} committed, now {status['phase']}; state {status['state_hash'][:16]}")
-    lines.append(
-        f"  {status['swarm_samples']} of {status['target_samples']} samples for the next round, {status['samples']} here"
-    )
+    have, want = status["swarm_samples"], status["target_samples"]
+    lines.append(f"  {have} of {want} samples for the next round, {status['samples']} of them here")
     alone = "  ALONE: training goes on by itself" if status["alone"] else ""
     lines.append(f"  {status['alive']} alive, {len(status['electorate'])} in the electorate{alone}")
     if not status["member"]:
