@@ -283,7 +283,7 @@ def example_config() -> str:
     """A complete TOML file: every key with its meaning, its range and its default, commented out."""
     lines = [
         "# shoal configuration: every key at its default. Remove the # of what you change.",
-        "# [run] tables are the manifest, equal on all peers: the founder's count. [node] tables are this node's alone.",
+        "# [run] is the manifest, equal on all peers: the founder's counts. [node] is this node's alone.",
     ]
     _example(lines, Config(), ())
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform
@@ -9,17 +10,22 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..protocol.discovery import join_address, kind_of
+from ..protocol.errors import ShoalError
 from .interfaces import interface_addresses
+from .observe.control import call_blocking
 from .store.datadir import FREE_BYTES_MIN
 
 Status = Literal["good", "note", "bad"]
 EXTRAS = {"hivemind": "dht", "gguf": "gguf", "matplotlib": "plot"}
 LARGE_DISK_BYTES = 2 * 1024**3
+# 2026-01-01 UTC: a clock before this software existed was never set.
+EPOCH_SECONDS_MIN = 1_767_225_600
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,10 @@ def examine(data_dir: Path, port: int) -> list[Finding]:
     return [
         _python(),
         _device(),
+        _clock(time.time()),
         *_disk(data_dir),
         *_identity(data_dir),
-        *_port(port),
+        *_port(port, data_dir),
         *_addresses(port),
         *_extras(),
     ]
@@ -68,6 +75,14 @@ def _device() -> Finding:
     return Finding(
         "device", "note", f"CPU only, {os.cpu_count()} cores", "Small models train on it; large ones need a GPU."
     )
+
+
+def _clock(now: float) -> Finding:
+    """shoal trusts no clock, but logs and the DHT read this one, and model hubs' certificates are checked by it."""
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now >= EPOCH_SECONDS_MIN:
+        return Finding("clock", "good", text)
+    return Finding("clock", "note", f"{text} lies in the past", "Set the clock, for example by NTP.")
 
 
 def _disk(data_dir: Path) -> list[Finding]:
@@ -110,7 +125,13 @@ def _identity(data_dir: Path) -> list[Finding]:
     return [Finding("identity", "good", f"{path} has mode {mode:04o}")]
 
 
-def _port(port: int) -> list[Finding]:
+def _port(port: int, data_dir: Path) -> list[Finding]:
+    try:
+        running = call_blocking(data_dir / "control.sock", "status", {}, timeout_s=5.0)
+    except ShoalError:
+        running = {}
+    if any(address.rpartition(":")[2] == str(port) for address in running.get("addresses", [])):
+        return [Finding("port", "good", f"TCP port {port} is used by the running node of {data_dir}")]
     found = []
     for family, host, name in ((socket.AF_INET, "0.0.0.0", "IPv4"), (socket.AF_INET6, "::", "IPv6")):
         try:
@@ -120,9 +141,11 @@ def _port(port: int) -> list[Finding]:
                 probe.bind((host, port))
             found.append(Finding(f"port {name}", "good", f"TCP port {port} is free"))
         except OSError as error:
-            missing = family == socket.AF_INET6 and "in use" not in str(error)
+            missing = family == socket.AF_INET6 and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
             status: Status = "note" if missing else "bad"
-            todo = "" if missing else f"Stop what uses it (`ss -ltnp | grep {port}`), or choose another with --port."
+            todo = f"Stop what uses it (`ss -ltnp | grep {port}`), or choose another with --port."
+            if missing:
+                todo = "Nothing: the node listens on IPv4 alone."
             found.append(Finding(f"port {name}", status, f"port {port}: {error.strerror}", todo))
     return found
 

@@ -2,6 +2,9 @@
 
 A Unix socket of mode 0600 in the data directory: whoever may read the identity may control the node, nobody else, and
 nothing listens on the network. One JSON object a line each way: {"method", "params"} → {"ok"} or {"error"}.
+
+The kernel allows a socket's path about a hundred bytes. Where the data directory's is longer, the socket lies in a
+fresh private folder of the temporary directory, and a file beside the socket's place says where.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -20,27 +24,50 @@ from ...protocol.errors import ExitCode, ShoalError
 REQUEST_BYTES_MAX = 64 * 1024
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 REQUEST_SECONDS = 60.0
-# The kernel's limit on a Unix socket's path is 108 bytes with the final NUL.
-PATH_BYTES_MAX = 100
+CALLERS_MAX = 32  # at once; a local script gone wild must not fill the daemon with open sockets
+PATH_BYTES_MAX = 100  # macOS has 104 bytes with the final NUL, Linux 108
+FOLDER_PREFIX = "shoal-control-"
 
 Method = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def _short(path: Path) -> Path:
-    """A socket path that fits: where `path` is too long, one in the temporary directory that `path` fixes."""
-    if len(os.fsencode(path)) <= PATH_BYTES_MAX:
-        return path
-    import hashlib
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= PATH_BYTES_MAX
 
-    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:24]
-    return Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}-{name}.sock"
+
+def _record(path: Path) -> Path:
+    """The file that says where the socket is, when it is not at `path`."""
+    return path.with_name(path.name + ".at")
+
+
+def _find(path: Path) -> Path:
+    """Where the socket of a daemon is. Raises FileNotFoundError."""
+    return path if _fits(path) else Path(_record(path).read_text())
+
+
+def _remove(path: Path) -> None:
+    """Remove a socket, its record and its private folder, as far as they are there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        folder = Path(_record(path).read_text()).parent
+        # Only what `start` made: the record might be damaged.
+        if folder.name.startswith(FOLDER_PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+        _record(path).unlink()
 
 
 class ControlServer:
-    """Serves methods by name; unexpected exceptions of a method are the caller's `failed`."""
+    """Serves methods by name. What a method fails with unexpectedly goes to `failed` as well as to the caller.
+
+    Args:
+        path: where the socket belongs. Its folder is private, and locked by this process.
+        methods: by name; each takes the params and returns what the caller gets.
+        failed: told of every exception that is no ShoalError.
+    """
 
     def __init__(self, path: Path, methods: Mapping[str, Method], failed: Callable[[BaseException], None]) -> None:
-        self._path = _short(path)
+        self._path = path
         self._methods = methods
         self._failed = failed
         self._server: asyncio.AbstractServer | None = None
@@ -48,15 +75,21 @@ class ControlServer:
 
     async def start(self) -> None:
         """Listen. A socket left by a dead daemon is replaced: the data directory's lock says that it is dead."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        _remove(self._path)
+        place = self._path
+        if not _fits(place):
+            place = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)) / "socket"
+            _record(self._path).write_text(str(place))
         before = os.umask(0o177)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=REQUEST_BYTES_MAX)
+            self._server = await asyncio.start_unix_server(self._serve, place, limit=REQUEST_BYTES_MAX)
         finally:
             os.umask(before)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= CALLERS_MAX:
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -75,34 +108,37 @@ class ControlServer:
             request = json.loads(line)
             method = self._methods[request["method"]]
             params = dict(request.get("params") or {})
-        except (ValueError, KeyError, TypeError):
-            return {
-                "error": {
-                    "what": "unknown request",
-                    "values": f"known: {', '.join(self._methods)}",
-                    "todo": "",
-                    "code": 2,
-                }
-            }
+        except (ValueError, KeyError, TypeError, RecursionError):
+            known = f"got {line[:80]!r}, known methods: {', '.join(self._methods)}"
+            return _error("The daemon does not know this request", known, "Is it of another version?", ExitCode.USAGE)
         try:
-            return {"ok": await method(params)}
+            return {"ok": await asyncio.wait_for(method(params), REQUEST_SECONDS)}
         except ShoalError as error:
-            return {"error": {"what": error.what, "values": error.values, "todo": error.todo, "code": int(error.code)}}
+            return _error(error.what, error.values, error.todo, error.code)
+        except asyncio.TimeoutError:
+            late = f"{request['method']} took longer than {REQUEST_SECONDS:.0f} s"
+            return _error("The daemon is too busy to answer", late, "Try again; see its log.", ExitCode.FAILED)
         except Exception as error:
             self._failed(error)
-            return {"error": {"what": "the daemon failed", "values": repr(error), "todo": "See its log.", "code": 1}}
+            return _error("The daemon failed", f"{request['method']}: {error!r}", "See its log.", ExitCode.FAILED)
 
     async def close(self) -> None:
+        """Stop listening and drop every caller but the one on whose behalf this is called."""
         if self._server is not None:
             self._server.close()
             for task in list(self._open):
                 if task is not asyncio.current_task():
                     task.cancel()
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
+            _remove(self._path)
+            self._server = None
+
+
+def _error(what: str, values: str, todo: str, code: ExitCode) -> dict[str, Any]:
+    return {"error": {"what": what, "values": values, "todo": todo, "code": int(code)}}
 
 
 def not_running(path: Path, why: str) -> ShoalError:
+    """What a command says that found no daemon at `path`."""
     return ShoalError(
         "There is no running node with this data directory",
         values=f"{path.parent}: {why}",
@@ -112,10 +148,14 @@ def not_running(path: Path, why: str) -> ShoalError:
 
 
 async def call(path: Path, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Ask a running daemon. Raises ShoalError: NOT_RUNNING, or what the daemon answered."""
+    """Ask the daemon whose socket belongs at `path`.
+
+    Raises:
+        ShoalError: what the daemon answered; NOT_RUNNING when there is none or it does not answer in time.
+    """
 
     async def ask() -> dict[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(_short(path), limit=REPLY_BYTES_MAX)
+        reader, writer = await asyncio.open_unix_connection(_find(path), limit=REPLY_BYTES_MAX)
         try:
             writer.write(json.dumps({"method": method, "params": params}).encode() + b"\n")
             return json.loads(await reader.readuntil(b"\n"))
@@ -124,10 +164,12 @@ async def call(path: Path, method: str, params: dict[str, Any], *, timeout_s: fl
 
     try:
         reply = await asyncio.wait_for(ask(), timeout_s)
-    except (FileNotFoundError, ConnectionError) as error:
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+        raise not_running(path, f"it ended while answering ({type(error).__name__})") from None
+    except (asyncio.TimeoutError, TimeoutError):
+        raise not_running(path, f"a node has it open but did not answer within {timeout_s:g} s") from None
+    except OSError as error:
         raise not_running(path, error.strerror or type(error).__name__) from None
-    except (asyncio.IncompleteReadError, asyncio.TimeoutError, ValueError) as error:
-        raise not_running(path, f"it does not answer ({type(error).__name__} after {timeout_s:g} s)") from None
     if "error" in reply:
         fault = reply["error"]
         raise ShoalError(fault["what"], values=fault["values"], todo=fault["todo"], code=ExitCode(fault["code"]))

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 PLAIN_SECONDS = 5.0
 
-Update = "Callable[[float, float], None]"
-
 
 class Bar:
-    """`bar(done, total)`; total 0 means that the end is not known."""
+    """`bar(done, total)`; total 0 means that the end is not known. Where stderr is no terminal: at most one line in
+    `PLAIN_SECONDS`, so that a log shows that something moves, and little more."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(
+        self, title: str, stream: TextIO | None = None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self._title = title
+        self._stream = stream or sys.stderr
+        self._monotonic = monotonic
         self._progress: Progress | None = None
-        self._said = 0.0
-        if sys.stderr.isatty():
+        self._said_at: float | None = None
+        if self._stream.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-            self._progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            console = Console(file=self._stream)
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
             self._task = self._progress.add_task(title, total=None)
             self._progress.start()
 
@@ -36,11 +41,11 @@ class Bar:
             description = f"{self._title} {text}".strip()
             self._progress.update(self._task, completed=done, total=total or None, description=description)
             return
-        now = time.monotonic()
-        if now - self._said >= PLAIN_SECONDS:
-            self._said = now
+        now = self._monotonic()
+        if self._said_at is None or now - self._said_at >= PLAIN_SECONDS:
+            self._said_at = now
             share = f"{100 * done / total:.0f} %" if total else f"{done:g}"
-            print(f"{self._title}: {share} {text}".rstrip(), file=sys.stderr, flush=True)
+            print(f"{self._title}: {share} {text}".rstrip(), file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._progress is not None:
