@@ -1,10 +1,10 @@
 """Who may enter: open, allowlist or token; the sessions of those who did; bans with their evidence. No I/O.
 
 Tokens. A run has one admission key K (32 random bytes, made by the founder). An invite's token is an 8-byte id and the
-secret HMAC(K, id). A newcomer proves the secret, a member proves K, each by an HMAC over the handshake's transcript with
-its own role in it, so nothing secret is ever sent and nothing can be replayed. Who was admitted receives K over the
-authenticated connection: every member can check every token and write invites, and no death of the founder closes the run.
-The first identity that uses a token owns it.
+secret HMAC(K, id). A newcomer proves the secret, a member proves K, each by an HMAC over the handshake's transcript
+with its own role in it, so nothing secret is ever sent and nothing can be replayed. Who was admitted receives K over
+the authenticated connection: every member can check every token and write invites, and no death of the founder closes
+the run. The first identity that uses a token owns it, as far as the member that it came to knows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Admission:
         return _mac(secret, b"shoal/v1/admission/", role.encode(), b"\0", transcript) if secret else b""
 
     def check(self, peer: str, role: str, token_id: bytes, transcript: bytes, proof: bytes) -> str | None:
-        """Why `peer`, in `role`, is not admitted; None when it is. Binds a token to the first identity that proves it."""
+        """Why `peer`, in `role`, is not admitted; None when it is. Binds a token to the first who proves it."""
         if self.mode == "open":
             return None
         if self.mode == "allowlist":

@@ -1,14 +1,15 @@
 """The real transport: grpc.aio over TLS, one bidirectional stream of raw frames per call.
 
-Covers: listening with the identity-bound certificate, dialing with the expected peer id pinned, keepalive and limits, the
-gate that decides from metadata before a byte of a stream is read. Does not cover: who the dialer is (handshake.py).
+Covers: listening with the identity-bound certificate, dialing with the expected peer id pinned, keepalive and limits,
+the gate that decides from metadata before a byte of a stream is read. Does not cover: who the dialer is (handshake.py).
 
-gRPC for Python has no callback to verify a certificate. So the dialer first reads the certificate with the standard `ssl`
-module, checks that libp2p's extension proves the expected peer id, and then gives gRPC that one certificate as its only
-root: whoever answers must hold its key. No generated stubs: the frames are bytes, decoded where their limits are known.
+gRPC for Python has no callback to verify a certificate. So the dialer first reads the certificate with the standard
+`ssl` module, checks that libp2p's extension proves the expected peer id, and then gives gRPC that one certificate as
+its only root: whoever answers must hold its key. No generated stubs: the frames are bytes, decoded where their limits
+are known.
 
-Every process makes a new leaf, so after a restart of the other side the pinned root no longer matches and streams fail as
-"unavailable"; the mesh then dials anew.
+Every process makes a new leaf, so after a restart of the other side the pinned root no longer matches and streams fail
+as "unavailable"; the mesh then dials anew.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ class _Counter:
 def _closed(error: BaseException) -> StreamClosed:
     if isinstance(error, grpc.aio.AioRpcError):
         return StreamClosed(f"{error.code().name.lower()}: {plain(error.details() or '')}")
-    return StreamClosed(f"cancelled: {error}" if isinstance(error, asyncio.CancelledError) else f"failed: {error}")
+    return StreamClosed(f"failed: {error}")
 
 
 class _Reader:
-    """Reads frames one at a time. A read that outlasts its deadline goes on for the next call: gRPC would end the stream
-    with it. `_read` belongs to the stream and is dropped with it."""
+    """Reads frames one at a time. A read that outlasts its deadline goes on for the next call: cancelling it would end
+    the whole gRPC call. The pending read is owned here and dropped with the stream."""
 
     def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
         self._read = read
@@ -120,10 +121,10 @@ class _Reader:
             self._pending.cancel()
 
 
-def _look(read: asyncio.Future[Any]) -> None:
-    """A read nobody waits for any more may fail unseen: its stream is over."""
-    if not read.cancelled():
-        read.exception()
+def _look(work: asyncio.Future[Any]) -> None:
+    """A read or write that nobody waits for any more may fail unseen: its stream is over."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _check_size(frame: bytes) -> None:
@@ -141,14 +142,20 @@ class _ClientStream:
 
     async def send(self, frame: bytes) -> None:
         _check_size(frame)
+        # A task of its own: when the stream is given up meanwhile, gRPC cancels the write, and whoever waits for it must
+        # not take that for its own cancellation.
+        writing = asyncio.ensure_future(self._call.write(frame))
+        writing.add_done_callback(_look)
         try:
-            await self._call.write(frame)
+            await asyncio.wait({writing})
+        finally:
+            writing.cancel()
+        if writing.cancelled():
+            raise StreamClosed("cancelled: the stream was given up")
+        try:
+            writing.result()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise _closed(error) from None
-        except asyncio.CancelledError:
-            if self._call.cancelled() and not _being_cancelled():
-                raise StreamClosed("cancelled: the stream was given up") from None
-            raise
         self._count.sent += len(frame)
 
     async def recv(self, timeout_s: float) -> bytes:
@@ -173,13 +180,6 @@ class _ClientStream:
     def cancel(self, reason: str) -> None:
         self._call.cancel()
         self._reader.drop()
-
-
-def _being_cancelled() -> bool:
-    """Whether the running task itself was asked to stop (Python 3.11 and later can tell; before, assume so)."""
-    task = asyncio.current_task()
-    cancelling = getattr(task, "cancelling", None)
-    return True if cancelling is None else cancelling() > 0
 
 
 class _ServerStream:

@@ -47,7 +47,7 @@ _WHAT = {
     Refusal.NOT_ADMITTED: "The swarm does not admit this peer",
     Refusal.BANNED: "The swarm has banned this peer",
     Refusal.IDENTITY_IN_USE: "Another live process has this identity",
-    Refusal.BUSY: "The other peer is busy with other handshakes",
+    Refusal.BUSY: "The other peer asks to be tried again a little later",
     Refusal.BAD_PROOF: "The other peer did not accept the proof of identity",
 }
 

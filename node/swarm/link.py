@@ -1,6 +1,6 @@
-"""What the mesh keeps per peer: addresses, a queue, a circuit breaker, open streams; and what it counts. No dialing here.
+"""What the mesh keeps per peer: addresses, a queue, a circuit breaker, open streams; and what it counts. No dialing.
 
-`Breaker` is pure: it is told `now` and a random number. `SessionStream` is what every user of the mesh reads and writes.
+`Breaker` is pure: it is told `now` and given the generator. `SessionStream` is what users of the mesh read and write.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Breaker:
     last_error: str = ""
 
     def failed(self, now: float, rng: random.Random, error: str) -> None:
-        """Exponential with jitter, BACKOFF_SECONDS_MIN to RECONNECT_BACKOFF_SECONDS_MAX: a healed partition is noticed."""
+        """Exponential with jitter, up to RECONNECT_BACKOFF_SECONDS_MAX: a healed partition is noticed within that."""
         self.failures += 1
         backoff = BACKOFF_SECONDS_MIN * 2 ** min(self.failures, 16) * (0.5 + rng.random())
         self.retry_at = now + min(backoff, limits.RECONNECT_BACKOFF_SECONDS_MAX)

@@ -1,14 +1,14 @@
-"""Connections to everybody: dial, handshake, sessions, messages, streams. Sits on `Transport`, so it runs simulated too.
+"""Connections to everybody: dial, handshake, sessions, messages, streams. Sits on `Transport`, real or simulated.
 
 Theory of operation. Per peer there is at most one dialed connection and one "Control" stream on it, on which messages
-(`Envelope`) flow both ways; a peer that opened one to us is answered on that, and dialed only where there is none. Messages are
-best effort: bounded queues that drop the oldest, because every sender repeats what matters. Streams of other methods carry
-bulk data and are served only to live sessions; a ban ends them at once, a newer process of the same identity at the next
-frame.
+(`Envelope`) flow both ways; a peer that opened one to us is answered on that, and dialed only where there is none.
+Messages are best effort: bounded queues that drop the oldest, because every sender repeats what matters. Streams of
+other methods carry bulk data and are served only to live sessions; a ban ends them at once, a newer process of the
+same identity at the next frame.
 
 Failures to dial open a per-peer circuit breaker with capped backoff, so a dead peer costs nobody time; news of the peer
-closes it. A fault of a peer is counted and charged; it ends the bulk stream it came on, and the whole connection when no
-honest peer could have made it. An error of our own surfaces through `failed`.
+closes it. A fault of a peer is counted and charged; it ends the bulk stream it came on, and the whole connection when
+no honest peer could have made it. An error of our own surfaces through `failed`.
 
 One identity, one process: who comes with an identity that we know from another process (another boot id) is let in only
 after that one failed to answer at the addresses we know of it.
@@ -412,7 +412,7 @@ class Mesh:
             stream.cancel("ended")
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is ours and must be seen)
+        except Exception as error:  # whatever it is, it is ours and must be seen
             if not self.failed.done():
                 self.failed.set_exception(error)
             stream.cancel("internal error")
