@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt $(PIP_FLAGS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-.PHONY: demo test check setup lint types format coverage proto clean
+.PHONY: demo test check setup lint types format coverage proto docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.ready
@@ -50,6 +50,11 @@ proto:
 	mkdir -p build/proto
 	$(PROTOC) -I shoal/protocol=protocol --python_out=build/proto --pyi_out=build/proto shoal/protocol/wire.proto
 	mv build/proto/shoal/protocol/wire_pb2.py build/proto/shoal/protocol/wire_pb2.pyi protocol/
+
+# docs/configuration.md holds what `shoal up --print-config` prints.
+docs: .venv/.ready
+	$(BIN)/shoal up --print-config > .venv/example.toml
+	sed -i -e '/^```toml$$/,/^```$$/{//!d;}' -e '/^```toml$$/r .venv/example.toml' docs/configuration.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage

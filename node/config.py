@@ -225,7 +225,9 @@ class Config(Table):
     """The whole file."""
 
     run: RunConfig = RunConfig()
+    """[run]"""
     node: NodeConfig = NodeConfig()
+    """[node]"""
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

@@ -236,8 +236,9 @@ def _line_of(key: Key, text: str) -> int:
             full = current + _parts(assignment[1])
         else:
             continue
-        if full == key[: len(full)] and len(full) > best_length:
-            best, best_length = number, len(full)
+        shared = min(len(full), len(key))
+        if full[:shared] == key[:shared] and shared > best_length:
+            best, best_length = number, shared
     return best
 
 
