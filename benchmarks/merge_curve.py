@@ -2,10 +2,10 @@
 
 Each replica runs GRPO with its own AdamW on its own shard; after every round the deltas, weighted by samples, move the
 shared parameters (outer SGD, rate 1). `--density` below 1 sends only the largest entries, at `--bits` bits, and keeps
-the rest as residual (error feedback). Replicas take turns on one thread, so "seconds a replica" is what one peer
-would compute alone. Uses plain numpy for the exchange, not shoal's codec: it answers what merging does to learning.
+the rest as residual (error feedback). Replicas take turns on one thread, so "seconds a replica" (CPU time) is what one
+peer would compute alone. Uses plain numpy for the exchange, not shoal's codec: it answers what merging does to learning.
 
-    python benchmarks/merge_curve.py --replicas 3 --rounds 16 --density 0.1 --bits 4
+    python benchmarks/merge_curve.py --replicas 3 --rounds 20 --density 0.1 --bits 4
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
         learner.set_shard((i,), args.replicas)
     residuals = [np.zeros_like(theta) for _ in learners]
     print(f"warm-up: {json.dumps({k: round(v, 3) for k, v in warmup.items()})}", file=sys.stderr)
-    start, rewards, metrics = time.perf_counter(), [], dict(warmup)
+    start, rewards, metrics = time.process_time(), [], dict(warmup)
     for round_ in range(rounds):
         results, round_rewards = [], []
         for learner in learners:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
             learners[0].load(theta)
             metrics = learners[0].evaluate()
             line += f"  held out: accuracy {metrics['accuracy']:.3f} reward {metrics['reward']:.3f}"
-        elapsed = (time.perf_counter() - start) / args.replicas
+        elapsed = (time.process_time() - start) / args.replicas
         print(f"{line}  {elapsed:.1f} s a replica", file=sys.stderr, flush=True)
     return {
         "replicas": args.replicas,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
         "reward_last": rewards[-1],
         "reward_held_out": metrics["reward"],
         "accuracy_held_out": metrics["accuracy"],
-        "seconds_a_replica": (time.perf_counter() - start) / args.replicas,
+        "seconds_a_replica": (time.process_time() - start) / args.replicas,
     }
 
 

@@ -247,17 +247,12 @@ def demo_defaults() -> dict[str, Any]:
         "rewards": {"functions": ["task"]},
         "grpo": {
             "num_generations": 8,
-            "prompts_per_step": 16,
+            "prompts_per_step": 32,
             "max_completion_length": 4,
-            "learning_rate": 2e-4,
-            "adam_beta2": 0.98,
+            "learning_rate": 3e-4,
+            "warmup_steps": 10,
+            "adam_beta2": 0.99,
         },
-        "warmup": {
-            "steps": 400,
-            "seconds_max": 45.0,
-            "learning_rate": 2e-3,
-            "batch_size": 64,
-            "target_reward": 0.25,
-        },
-        "rounds": {"count": 16, "target_samples": {"3": 7680, "4": 10240}},
+        "warmup": {"steps": 220, "seconds_max": 50.0, "learning_rate": 2e-3, "batch_size": 64},
+        "rounds": {"count": 20, "target_samples": {"3": 11_520, "4": 15_360}},
     }

@@ -14,31 +14,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Prompts and completions of n rows.
+    """n completions of g prompts.
 
     Attributes:
-        prompt_ids: int64 [n, P], left-padded.
-        prompt_lengths: int64 [n].
+        prompt_ids: int64 [g, P], left-padded.
+        prompt_lengths: int64 [g].
+        prompt_of: int64 [n], the row of `prompt_ids` that each completion continues.
         completion_ids: int64 [n, C], right-padded.
         completion_lengths: int64 [n], the closing end-of-sequence token included.
     """
 
     prompt_ids: Tensor
     prompt_lengths: Tensor
+    prompt_of: Tensor
     completion_ids: Tensor
     completion_lengths: Tensor
 
     def rows(self, index: Tensor) -> Batch:
-        """The rows at `index` (int64 [m]), without columns that are padding in all of them."""
-        prompt_lengths, completion_lengths = self.prompt_lengths[index], self.completion_lengths[index]
+        """The completions at `index` (int64 [m]) and their prompts, without columns that are padding in all of them."""
+        used, prompt_of = self.prompt_of[index].unique(return_inverse=True)
+        prompt_lengths, completion_lengths = self.prompt_lengths[used], self.completion_lengths[index]
         prompt_width = int(prompt_lengths.max())
         return Batch(
-            prompt_ids=self.prompt_ids[index][:, self.prompt_ids.shape[1] - prompt_width :],
+            prompt_ids=self.prompt_ids[used][:, self.prompt_ids.shape[1] - prompt_width :],
             prompt_lengths=prompt_lengths,
+            prompt_of=prompt_of,
             completion_ids=self.completion_ids[index][:, : int(completion_lengths.max())],
             completion_lengths=completion_lengths,
         )
@@ -49,7 +54,7 @@ class Batch:
         return columns.unsqueeze(0) < self.completion_lengths.unsqueeze(1)
 
     def prompt_mask(self) -> Tensor:
-        """bool [n, P], True at tokens of the prompt."""
+        """bool [g, P], True at tokens of the prompt."""
         width = self.prompt_ids.shape[1]
         columns = torch.arange(width, device=self.prompt_ids.device)
         return columns.unsqueeze(0) >= width - self.prompt_lengths.unsqueeze(1)
@@ -72,23 +77,63 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) 
 def completion_logps(model: Any, batch: Batch, *, temperature: float = 1.0) -> Tensor:
     """log p(completion token | everything before it), fp32 [n, C]; values at padding are meaningless.
 
+    A prompt that several completions share is computed once, forward and backward.
+
     Args:
         model: a causal LM on the batch's device; gradients flow unless the caller disables them.
         temperature: divides the logits, as in sampling.
     """
-    mask = torch.cat([batch.prompt_mask(), batch.completion_mask()], dim=1)
-    logits = forward_logits(
-        model,
-        input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-        attention_mask=mask,
-        position_ids=positions(mask),
-        keep=batch.completion_ids.shape[1] + 1,
-    )
-    logits = logits[:, :-1].float()  # the last one predicts the token after the completion
+    shared = len(batch.prompt_ids) < len(batch.completion_ids)
+    logits = (_logits_from_shared_prompts if shared else _logits_in_one_pass)(model, batch).float()
     if temperature != 1.0:
         logits = logits / temperature
     chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.logsumexp(logits, dim=-1)
+
+
+def _logits_in_one_pass(model: Any, batch: Batch) -> Tensor:
+    prompt_of = batch.prompt_of
+    mask = torch.cat([batch.prompt_mask()[prompt_of], batch.completion_mask()], dim=1)
+    return forward_logits(
+        model,
+        input_ids=torch.cat([batch.prompt_ids[prompt_of], batch.completion_ids], dim=1),
+        attention_mask=mask,
+        position_ids=positions(mask),
+        keep=batch.completion_ids.shape[1] + 1,
+    )[:, :-1]  # the last one predicts the token after the completion
+
+
+def _logits_from_shared_prompts(model: Any, batch: Batch) -> Tensor:
+    """Prompts first, into a cache that carries gradients; then every completion from its prompt's cache."""
+    prompt_mask, prompt_of = batch.prompt_mask(), batch.prompt_of
+    cache = new_cache(model)
+    first = forward_logits(
+        model,
+        input_ids=batch.prompt_ids,
+        attention_mask=prompt_mask,
+        position_ids=positions(prompt_mask),
+        keep=1,
+        cache=cache,
+    )[prompt_of]
+    width = batch.completion_ids.shape[1]
+    if width == 1:
+        return first
+    cache.batch_select_indices(prompt_of)
+    mask = torch.cat([prompt_mask[prompt_of], batch.completion_mask()[:, :-1]], dim=1)
+    rest = forward_logits(
+        model,
+        input_ids=batch.completion_ids[:, :-1],
+        attention_mask=mask,
+        position_ids=positions(mask)[:, -(width - 1) :],
+        keep=width - 1,
+        cache=cache,
+    )
+    return torch.cat([first, rest], dim=1)
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """An empty key-value cache of the kind that the model's layers need."""
+    return DynamicCache(config=_base(model).config)
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -113,5 +158,9 @@ def forward_logits(
 
 def _cache_argument(model: Any) -> str:
     """Transformers renamed `past_key_values` to `cache`; ask the model which one it knows."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "cache" if "cache" in inspect.signature(type(base).forward).parameters else "past_key_values"
+    parameters = inspect.signature(type(_base(model)).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

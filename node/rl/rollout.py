@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from .policy import Batch, forward_logits, pad_left, pad_right, positions
+from .policy import Batch, forward_logits, new_cache, pad_left, pad_right, positions
 
 COMPACT_FRACTION = 0.25  # rows leave the cache when this part of it is finished: copying costs about one small step
 
@@ -40,7 +39,7 @@ class Rollouts:
     """Completions of `groups` prompts, `num_generations` rows each, group after group.
 
     Attributes:
-        batch: tokens and lengths, n = groups x num_generations rows.
+        batch: tokens and lengths, n = groups x num_generations completions.
         sampler_logps: fp32 [n, C], 0 at padding.
         truncated: bool [n], True where the length limit came before an end-of-sequence token.
     """
@@ -86,7 +85,7 @@ def sample(
     stops = torch.tensor(sorted(set(eos_ids)), device=device)
 
     mask = torch.arange(width, device=device).unsqueeze(0) >= width - prompt_lengths.unsqueeze(1)
-    cache = DynamicCache()
+    cache = new_cache(model)
     logits = forward_logits(
         model, input_ids=prompt_ids, attention_mask=mask, position_ids=positions(mask), keep=1, cache=cache
     )[:, -1]
@@ -129,8 +128,9 @@ def sample(
     truncated[rows[alive]] = True
     used = int(lengths.max())
     batch = Batch(
-        prompt_ids=prompt_ids.repeat_interleave(num_generations, dim=0),
-        prompt_lengths=prompt_lengths.repeat_interleave(num_generations),
+        prompt_ids=prompt_ids,
+        prompt_lengths=prompt_lengths,
+        prompt_of=torch.arange(len(prompts), device=device).repeat_interleave(num_generations),
         completion_ids=tokens[:, :used],
         completion_lengths=lengths,
     )
@@ -146,6 +146,7 @@ def pairs(
     return Batch(
         prompt_ids=prompt_ids,
         prompt_lengths=prompt_lengths,
+        prompt_of=torch.arange(len(prompts), device=device),
         completion_ids=completion_ids,
         completion_lengths=completion_lengths,
     )

@@ -149,3 +149,24 @@ def test_empty_prompts_are_refused(tiny):
             tiny.model, [[]], num_generations=1, max_new_tokens=1, sampling=Sampling(), eos_ids=[1], pad_id=0,
             generator=torch.Generator(),
         )  # fmt: skip
+
+
+def test_sharing_a_prompt_changes_neither_values_nor_gradients(tiny):
+    rollouts = sample(
+        tiny.model, PROMPTS, num_generations=4, max_new_tokens=6, sampling=Sampling(), eos_ids=list(range(1, 30)),
+        pad_id=0, generator=torch.Generator().manual_seed(4),
+    )  # fmt: skip
+    batch = rollouts.batch
+    separate = pairs(
+        [PROMPTS[i // 4] for i in range(12)], rollouts.completions(), pad_id=tiny.pad_id, device=tiny.device
+    )
+    mask = batch.completion_mask()
+    found = []
+    for given in (batch, separate):
+        tiny.model.zero_grad()
+        logps = completion_logps(tiny.model, given)
+        torch.where(mask, logps, torch.zeros(())).sum().backward()
+        grads = torch.cat([p.grad.reshape(-1) for p in tiny.model.parameters()])
+        found.append((logps[mask].detach(), grads))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
