@@ -172,10 +172,16 @@ class RingReduce:
 
     def result(self) -> np.ndarray:
         """The reduced vector fp32 [d]: a function of the reduced chunks' bytes alone."""
-        parts = [
-            _decode_chunk(self._reduced[c], high - low, self._setting) for c, (low, high) in enumerate(self.bounds)
-        ]
-        return np.concatenate(parts)
+        return join_chunks([self._reduced[c] for c in range(self.n)], self.bounds[-1][1], self._setting.bits)
+
+
+def join_chunks(payloads: Sequence[bytes], d: int, bits: int) -> np.ndarray:
+    """fp32 [d] from all reduced chunks in order. Raises PeerFault("bad_chunk")."""
+    setting = DENSE_SETTINGS[bits]
+    bounds = chunk_bounds(d, len(payloads))
+    return np.concatenate(
+        [_decode_chunk(p, high - low, setting) for p, (low, high) in zip(payloads, bounds, strict=True)]
+    )
 
 
 def _bound(size: int, setting: Compression) -> int:

@@ -54,6 +54,7 @@ from .store.commits import CommitFile
 from .store.datadir import DataDir
 from .store.journal import Journal
 from .swarm.catch_up import CatchUp
+from .swarm.dense_exchange import DenseExchange
 from .swarm.local_work import LocalWork, Work
 from .swarm.manifest import RunInfo, fetch_manifest, make_genesis, open_genesis, serve_manifest
 from .swarm.members import Members
@@ -561,6 +562,8 @@ class Daemon:
         for method, handler in (
             ("Push", self.exchange.serve_push),
             ("Pull", self.exchange.serve_pull),
+            ("Dense", self.dense.serve),
+            ("Chunks", self.dense.serve_chunks),
             ("State", StateServer(self.clock, self._served_state).serve),
         ):
             self.mesh.serve(method, handler)
@@ -682,6 +685,18 @@ class Daemon:
             on_trouble=self._trouble,
             before_payload=lambda: self._hold("exchanging", self.rounds.state.round + 1 if self.rounds else 0),
         )
+        self.dense = DenseExchange(
+            me=self.identity.peer_id,
+            clock=self.clock,
+            open_stream=self.mesh.open,
+            d=self.learner.layout.size,
+            bits=run.sync.dense_bits,
+            rules=rules,
+            on_complete=lambda hashes: self.rounds.dense_complete(hashes) if self.rounds else None,
+            on_failure=lambda attempt, why: self.rounds.dense_failed(attempt, why) if self.rounds else None,
+            on_trouble=self._trouble,
+            before_chunk=lambda: self._hold("exchanging", self.rounds.state.round + 1 if self.rounds else 0),
+        )
         self.work = LocalWork(
             learner=self.learner,
             clock=self.clock,
@@ -692,6 +707,7 @@ class Daemon:
             run_id=self.run_id,
             compression=self.compression,
             shards=self._shards,
+            dense=self._dense,
         )
         self.catch_up = CatchUp(
             clock=self.clock,
@@ -715,6 +731,7 @@ class Daemon:
             log=log,
             work=self.work,
             exchange=self.exchange,
+            dense=self.dense,
             store=self.store,
             journal=self.journal,
             deadlines=self.deadlines,
@@ -873,7 +890,9 @@ class Daemon:
             if self.members is None or self.members.alive():
                 pause = REDIAL_SECONDS
             elif self.clock.now() - dialled_at > pause and self.cache.peers:
-                self.say("alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers))
+                self.say(
+                    "alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers)
+                )
                 await self._redial()
                 dialled_at, pause = self.clock.now(), min(2 * pause, REDIAL_SECONDS_MAX)
 
@@ -945,7 +964,7 @@ class Daemon:
         sent = self.mesh.traffic.sent
         before = getattr(self, "_traffic_before", {})
         now = {
-            "round": sent["Push"] + sent["Pull"] + sent["Dense"],
+            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"],
             "control": sent["Control"],
             "state": sent["State"] + sent["Manifest"],
         }

@@ -32,6 +32,7 @@ from ...protocol.wire_pb2 import Envelope, Summary
 from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
 from .catch_up import CatchUp
+from .dense_exchange import DenseExchange
 from .local_work import LocalWork, Work
 from .ring_exchange import RingExchange, Transfer
 from .state import Applied, MergeRules, SharedState, apply_commit, weights_of
@@ -82,6 +83,7 @@ class Rounds:
         log: CommitLog,
         work: LocalWork,
         exchange: RingExchange,
+        dense: DenseExchange,
         store: UpdateStore,
         journal: Journal,
         deadlines: Deadlines,
@@ -110,6 +112,7 @@ class Rounds:
         self.log = log
         self._work = work
         self._exchange = exchange
+        self._dense = dense
         self._store = store
         self._journal = journal
         self._deadlines = deadlines
@@ -216,7 +219,7 @@ class Rounds:
                 if watch.done():
                     watch.result()
         finally:
-            self._exchange.end("stopped")
+            self._end_exchange("stopped")
             for task in (watch, stop):
                 task.cancel()
             await asyncio.gather(watch, stop, return_exceptions=True)
@@ -250,7 +253,7 @@ class Rounds:
             pump.cancel()
             replaced.cancel()
             await asyncio.gather(pump, replaced, return_exceptions=True)
-            self._exchange.end("round ended")
+            self._end_exchange("round ended")
             if self._timer is not None:
                 self._timer.cancel()
             done = await self._await_trainer(trainer)
@@ -391,10 +394,9 @@ class Rounds:
             case b.NeedLocalResult():
                 self._work.stop()
             case b.StartExchange(roster):
-                self._exchange.begin(transfer_of(roster))
-                self.report_held()
+                self._begin_exchange(roster)
             case b.StopExchange(reason):
-                self._exchange.end(reason)
+                self._end_exchange(reason)
             case b.Decided(commit):
                 self._resolve(commit)
             case b.WakeAt(at):
@@ -407,6 +409,28 @@ class Rounds:
             case b.Note(reason):
                 self._say("ballot", level="debug", round=self.state.round + 1, reason=reason)
         return muted
+
+    def _begin_exchange(self, roster: Roster) -> None:
+        if roster.exchange is Exchange.RING_DENSE:
+            for header in roster.headers.values():
+                self._store.put(header, b"")
+            mine = next((h for h in roster.headers.values() if h.dot.peer == self.me), None)
+            self._dense.begin(roster, self._work.dense_vector if mine is not None else None)
+        else:
+            self._exchange.begin(transfer_of(roster))
+            self.report_held()
+
+    def _end_exchange(self, reason: str) -> None:
+        self._exchange.end(reason)
+        self._dense.end(reason)
+
+    def dense_complete(self, chunk_hashes: tuple[bytes, ...]) -> None:
+        """Every reduced chunk is here."""
+        self._feed(b.Held((), chunk_hashes))
+
+    def dense_failed(self, attempt: int, reason: str) -> None:
+        """A partial sum is lost: the attempt cannot complete."""
+        self._feed(b.ExchangeFailed(attempt, reason))
 
     def _resolve(self, commit: Commit) -> None:
         checked = check_commit(commit, self.state.electorate, self.state.round + 1, self.state.lineage)
@@ -432,8 +456,12 @@ class Rounds:
         updates = await self._fetch(checked)
         if updates is None:
             return await self._catch_up.download(self, f"updates of round {checked.value.round} are nowhere to be had")
-        state = self.state
-        applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, self.settings.rules))
+        state, rules, reduced = self.state, self.settings.rules, None
+        if checked.value.exchange is Exchange.RING_DENSE:
+            reduced = await self._dense.reduced(checked.value, list(checked.value.ring))
+            if reduced is None:
+                return await self._catch_up.download(self, f"chunks of round {checked.value.round} are gone")
+        applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, rules, reduced=reduced))
         self.install(applied, checked)
         await self._save(applied, checked, work)
         self.durable_round = applied.state.round

@@ -36,8 +36,8 @@ class Receiving:
 
     @property
     def size(self) -> int:
-        """Bytes that the header announces."""
-        return self.header.payload_size
+        """Bytes that follow: what the header announces; none for a dense update, whose sum alone travels."""
+        return 0 if self.header.encoding is Encoding.DENSE else self.header.payload_size
 
     def feed(self, piece: bytes) -> None:
         """Raises PeerFault("bad_payload") at the first byte beyond the announced size."""
@@ -49,7 +49,8 @@ class Receiving:
 
     def finish(self) -> Header:
         """Raises PeerFault("bad_payload") when size or hash differ from the header's."""
-        if self._got != self.size or self._digest.digest() != self.header.payload_hash:
+        dense = self.header.encoding is Encoding.DENSE
+        if self._got != self.size or not (dense or self._digest.digest() == self.header.payload_hash):
             raise PeerFault("bad_payload", f"{self._got} of {self.size} bytes, or another hash than the header's")
         self.store.put(self.header, b"".join(self._parts))
         return self.header
@@ -99,7 +100,7 @@ class UpdateStore:
         return Receiving(header, self)
 
     def put(self, header: Header, payload: bytes) -> None:
-        """Keep an update whose payload is known to be the header's."""
+        """Keep an update whose payload is known to be the header's (empty for a dense one)."""
         if header.update_hash in self._held:
             return
         other = self._by_dot.setdefault(header.dot, header)
