@@ -65,3 +65,85 @@ def test_a_member_dies_in_a_phase_and_comes_back(tmp_path: Path, phase: str, how
         one.assert_same_history(from_round=together)
         assert_book_is_exact(one.nodes)
         assert not any((n.status() or {})["faults"] for n in one.nodes)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_dense_exchange_survives_a_death(tmp_path: Path, how: str) -> None:
+    with swarm(tmp_path, exchange="dense", dimension=1000) as one:
+        one.found()
+        one.join()
+        victim = one.join(SHOAL_NODE__TEST_HOLD="exchanging")
+        survivors = one.nodes[:2]
+        one.wait(lambda: victim.holding() == "exchanging", "held in a dense exchange")
+        before = max(one.rounds(survivors))
+        victim.signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        one.wait_round(before + 3, survivors)
+        victim.release()
+        if how == "kill":
+            victim.wait_exit()
+            victim.start("up")
+        else:
+            victim.signal(signal.SIGCONT)
+        one.wait(lambda: bool((victim.status() or {}).get("member")), "the victim is a member again")
+        together = max(one.rounds(survivors)) + 2
+        one.wait_round(together)
+        one.assert_same_history(from_round=together)
+        assert_book_is_exact(one.nodes)
+
+
+def test_the_convener_dies_before_its_first_word(tmp_path: Path) -> None:
+    """The convener answers probes and otherwise stays silent: it is passed over at the phase deadline, dead or not."""
+    with swarm(tmp_path) as one:
+        one.found()
+        for _ in range(2):
+            one.join()
+        one.wait_round(3)
+        mute = one.nodes[1]
+        mute.kill()
+        mute.start("up", SHOAL_NODE__TEST_HOLD="convening")
+        one.wait(lambda: mute.holding() == "convening", "the mute one is held")
+        others = [n for n in one.nodes if n is not mute]
+        # Over this many rounds it is the mute one's turn to convene the first attempt several times.
+        one.wait_round(max(one.rounds(others)) + 12, others)
+        assert mute.alive and mute.holding() == "convening"
+        mute.release()
+        one.wait(lambda: bool((mute.status() or {}).get("member")), "the mute one is a member again")
+        together = max(one.rounds(others)) + 2
+        one.wait_round(together)
+        one.assert_same_history(from_round=together)
+
+
+def test_two_peers_part_and_heal(tmp_path: Path) -> None:
+    """Each of two goes on alone, marked split; when both are back one side wins by rule and all bits are equal again."""
+    with swarm(tmp_path) as one:
+        first = one.found()
+        second = one.join()
+        one.wait_round(4)
+        second.signal(signal.SIGSTOP)
+        before = one.rounds([first])[0]
+        one.wait_round(before + 3, [first])
+        first.signal(signal.SIGSTOP)
+        second.signal(signal.SIGCONT)
+        alone = one.rounds([second])[0]
+        one.wait_round(max(alone, before) + 3, [second])
+        first.signal(signal.SIGCONT)
+
+        def together() -> bool:
+            seen = [n.status() for n in one.nodes]
+            return all(s is not None and len(s["electorate"]) == 2 and s["member"] for s in seen)
+
+        one.wait(together, "both are members of one electorate again", timeout_s=90)
+        goal = max(one.rounds()) + 3
+        one.wait_round(goal)
+        status = one.nodes[0].status()
+        assert status is not None
+        histories = [{r["round"]: r["state_hash"] for r in _records(n)} for n in one.nodes]
+        later = [r for r in histories[0].keys() & histories[1].keys() if r >= goal]
+        assert later and all(histories[0][r] == histories[1][r] for r in later)
+        assert_book_is_exact(one.nodes)
+
+
+def _records(node: Node) -> list[dict[str, object]]:
+    from shoal.node.store.metrics import read_metrics
+
+    return read_metrics(node.data_dir)
