@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.config import Config, RunConfig, manifest_bytes, run_from_manifest, run_id_of
-from shoal.node.config_file import _all_keys, _field, example_config, load_config
+from shoal.node.config_file import _all_keys, _field, example_config, load_config, tomllib
 from shoal.protocol import limits
 from shoal.protocol.errors import ExitCode, PeerFault, ShoalError
 
+CORRECTION = "run.grpo.vllm_importance_sampling_correction"
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
@@ -37,7 +37,7 @@ def mistake(path: Path | None = None, overrides=(), environment=None) -> str:
     return caught.value.values
 
 
-# --- precedence ---------------------------------------------------------------------------------------------------------
+# --- precedence -------------------------------------------------------------------------------------------------------
 
 
 def test_no_file_means_the_defaults():
@@ -71,8 +71,8 @@ def test_variables_that_are_no_settings_are_left_alone():
         ('node.announce=["a.example:1"]', lambda c: c.node.announce, ["a.example:1"]),
         ("node.announce=", lambda c: c.node.announce, []),
         ("run.grpo.epsilon_high=1", lambda c: c.run.grpo.epsilon_high, 1.0),
-        ("run.grpo.vllm_importance_sampling_correction=false", lambda c: c.run.grpo.vllm_importance_sampling_correction, False),
-        ("run.grpo.vllm_importance_sampling_correction=auto", lambda c: c.run.grpo.vllm_importance_sampling_correction, "auto"),
+        (f"{CORRECTION}=false", lambda c: c.run.grpo.vllm_importance_sampling_correction, False),
+        (f"{CORRECTION}=auto", lambda c: c.run.grpo.vllm_importance_sampling_correction, "auto"),
         ("run.compression=0.05/4", lambda c: c.run.compression, "0.05/4"),
         ("run.sync.dense_bits=8", lambda c: c.run.sync.dense_bits, 8),
         ("run.model.lora.r=4", lambda c: c.run.model.lora.r, 4),
@@ -87,7 +87,7 @@ def test_an_override_is_read_by_the_type_of_its_key(override, get, value):
     assert get(load_config(None, (), {variable: text})) == value
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_override_is_read_by_the_type_of_its_key(override, get, value):
         ('[run.model]\nname = "./no_such"', ["run.model.name (line 2)", "./no_such"]),
         ('[node]\ntest_hold = "sleeping"', ["node.test_hold", "sleeping", "voting"]),
         ("[node]\nport = = 1", ["not TOML", "line 2"]),
-        (f'[run.task]\nsystem_prompt = "{"x" * limits.MANIFEST_BYTES_MAX}"', ["manifest", str(limits.MANIFEST_BYTES_MAX)]),
+        (f'[run.task]\nsystem_prompt = "{"x" * 65536}"', ["manifest", str(limits.MANIFEST_BYTES_MAX)]),
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_key_its_place_and_both_values(write, text, words):
@@ -165,7 +165,7 @@ def test_any_text_gives_a_config_or_a_three_part_error(tmp_path_factory, text):
         assert error.code == ExitCode.CONFIG and error.values and error.todo
 
 
-# --- the manifest -------------------------------------------------------------------------------------------------------
+# --- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_is_canonical_and_complete():
@@ -237,7 +237,7 @@ def test_any_bytes_are_a_manifest_or_a_fault(manifest):
         assert run_from_manifest(manifest_bytes(run)) == run
 
 
-# --- the example --------------------------------------------------------------------------------------------------------
+# --- the example ------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_loads_as_the_defaults(write):
