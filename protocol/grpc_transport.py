@@ -142,8 +142,8 @@ class _ClientStream:
 
     async def send(self, frame: bytes) -> None:
         _check_size(frame)
-        # A task of its own: when the stream is given up meanwhile, gRPC cancels the write, and whoever waits for it must
-        # not take that for its own cancellation.
+        # A task of its own: when the stream is given up meanwhile, gRPC cancels the write, and whoever waits for it
+        # must not take that for its own cancellation.
         writing = asyncio.ensure_future(self._call.write(frame))
         writing.add_done_callback(_look)
         try:

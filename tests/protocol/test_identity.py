@@ -234,7 +234,7 @@ def test_leaf_must_sign_itself() -> None:
 def test_certificates_that_the_parser_rejects_in_its_own_ways() -> None:
     good = x509.load_pem_x509_certificate(make_certificate(Identity.generate(SEED)).pem)
     der = good.public_bytes(serialization.Encoding.DER)
-    # The subject-alternative-name extension renamed to basicConstraints: a duplicate, which is not a ValueError in x509.
+    # The subject-alternative-name extension renamed to basicConstraints: a duplicate, no ValueError in x509.
     twice = der.replace(bytes.fromhex("0603551d11"), bytes.fromhex("0603551d13"))
     version_9 = der.replace(bytes.fromhex("a003020102"), bytes.fromhex("a003020109"), 1)
     for bad, why in ((twice, "DuplicateExtension"), (version_9, "InvalidVersion"), (der + bytes(9000), "limit")):
