@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 
+def plain(text: str) -> str:
+    """Without control characters: names, reasons and addresses may come from a peer, and go to a terminal."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def describe_status(status: dict[str, Any]) -> str:
     """Several lines."""
+    return "\n".join(plain(line) for line in _status_lines(status))
+
+
+def _status_lines(status: dict[str, Any]) -> list[str]:
     lines = [f"{status['peer_id']}  ({status['name']}, run {status['run_id'][:16]})"]
+    warnings = [f"  warning: {w}" for w in status["warnings"]]
     if "round" not in status:
-        return "\n".join([*lines, f"  {status['phase']} since {status['uptime_seconds']:.0f} s"])
+        return [*lines, f"  {status['phase']} since {status['uptime_seconds']:.0f} s", *warnings]
     last = f" of {status['rounds_max']}" if status["rounds_max"] else ""
     lines.append(f"  round {status['round']}{last} committed, now {status['phase']}; state {status['state_hash'][:16]}")
     have, want = status["swarm_samples"], status["target_samples"]
@@ -28,7 +38,7 @@ def describe_status(status: dict[str, Any]) -> str:
     lines.append(f"  sent {sent['round']:,} bytes in rounds, {sent['control']:,} control, {sent['state']:,} state")
     if status["disk_trouble"]:
         lines.append(f"  DISK: {status['disk_trouble']}; nothing is published until this is mended")
-    return "\n".join([*lines, *(f"  warning: {w}" for w in status["warnings"])])
+    return [*lines, *warnings]
 
 
 def describe_peers(peers: list[dict[str, Any]]) -> str:
@@ -50,7 +60,7 @@ def describe_peers(peers: list[dict[str, Any]]) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[5]]) for row in rows)
+    return "\n".join(plain("  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[5]])) for row in rows)
 
 
 def wait_until_gone(data_dir: Path, seconds: float) -> bool:
