@@ -739,6 +739,7 @@ class Daemon:
             post=self.mesh.post,
             alive=self.members.alive,
             dead=self.members.dead,
+            expect=self.members.expect,
             summaries=self.members.summaries,
             save=self._save,
             say=self.say,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -405,6 +405,14 @@ class Membership:
         """A peer that was just connected to: exchange tables with it."""
         self._out = []
         self._send(peer, self._table(Kind.SYNC))
+        return self._out
+
+    def expect(self, now: float, peers: Iterable[str]) -> list[Action]:
+        """These peers should be here (a commit names them): whoever was never heard of is probed, and may turn out dead."""
+        self._out = []
+        for peer in sorted(peers):
+            if peer != self.me.peer and peer not in self._members and len(self._members) < limits.MEMBERS_MAX:
+                self._adopt(Record(peer, State.ALIVE, 0, 0), now, "named by a commit, not heard of yet")
         return self._out
 
     def signed(self, now: float, record: Record) -> list[Action]:

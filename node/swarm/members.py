@@ -6,7 +6,7 @@ The decisions are protocol/membership.py's. Summaries (round, lineage, samples) 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ...protocol import limits, membership, membership_wire
 from ...protocol.errors import PeerFault
@@ -100,6 +100,10 @@ class Members:
     def introduce(self, peer: str) -> None:
         """A peer that was just connected to."""
         self._perform(self.machine.introduce(self._clock.now(), peer))
+
+    def expect(self, peers: Iterable[str]) -> None:
+        """These peers should be here: probe whoever was never heard of."""
+        self._perform(self.machine.expect(self._clock.now(), peers))
 
     def set_speed(self, samples_per_s: float) -> None:
         """Tell others how fast this peer is; small changes are not worth a rumour."""

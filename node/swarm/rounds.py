@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class Rounds:
         post: Callable[[str, Envelope], None],
         alive: Callable[[], set[str]],
         dead: Callable[[], frozenset[str]],
+        expect: Callable[[Iterable[str]], None],
         summaries: Callable[[], dict[str, Summary]],
         save: Callable[[Applied | None, CheckedCommit | None, Work | None], Awaitable[None]],
         say: Log,
@@ -120,6 +121,7 @@ class Rounds:
         self._post = post
         self._alive = alive
         self._dead = dead
+        self._expect = expect
         self._summaries = summaries
         self._save = save
         self._say = say
@@ -275,6 +277,7 @@ class Rounds:
             raise
 
     def _open_round(self, state: SharedState) -> None:
+        self._expect(state.electorate)
         record = self._journal.ballot_record(state.round + 1, state.lineage)
         self._previous = self._ballot
         self._ballot = b.Ballot(
