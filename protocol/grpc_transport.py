@@ -155,7 +155,8 @@ class _ClientStream:
         try:
             writing.result()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-            raise _closed(error) from None
+            # The call's own status says why; the write only that it could not.
+            raise await self._ended() if self._call.done() else _closed(error) from None
         self._count.sent += len(frame)
 
     async def recv(self, timeout_s: float) -> bytes:
@@ -164,12 +165,15 @@ class _ClientStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise _closed(error) from None
         if frame is _EOF:
-            code = await self._call.code()
-            if code is not grpc.StatusCode.OK:
-                raise StreamClosed(f"{code.name.lower()}: {plain(await self._call.details() or '')}")
-            raise StreamClosed("the other side is done", clean=True)
+            raise await self._ended()
         self._count.received += len(frame)
         return frame
+
+    async def _ended(self) -> StreamClosed:
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return StreamClosed("the other side is done", clean=True)
+        return StreamClosed(f"{code.name.lower()}: {plain(await self._call.details() or '')}")
 
     async def done_sending(self) -> None:
         try:

@@ -205,9 +205,9 @@ class GrpoConfig(Table):
             raise ValueError('loss_type = "vespo" needs importance_sampling_level = "token"')
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             raise ValueError('loss_type = "luspo" needs importance_sampling_level = "sequence"')
-        if self.loss_type == "vespo" and not self.vllm_importance_sampling_mode.startswith("token"):
-            if self.vllm_importance_sampling_correction is True:
-                raise ValueError('loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."')
+        per_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        if self.loss_type == "vespo" and per_sequence and self.vllm_importance_sampling_correction is not False:
+            raise ValueError('loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."')
         return self
 
     @property
@@ -253,6 +253,6 @@ def demo_defaults() -> dict[str, Any]:
             "warmup_steps": 10,
             "adam_beta2": 0.99,
         },
-        "warmup": {"steps": 220, "seconds_max": 50.0, "learning_rate": 2e-3, "batch_size": 64},
+        "warmup": {"steps": 220, "seconds_max": 60.0, "learning_rate": 2e-3, "batch_size": 64},
         "rounds": {"count": 20, "target_samples": {"3": 11_520, "4": 15_360}},
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,9 @@ from .update import optimize
 from .warmup import run_warmup
 
 SNAPSHOT_FORMAT = 1
+TRUNCATED_WARN = 0.5  # fraction of completions cut off by the length limit from which it is said
+
+log = logging.getLogger(__name__)
 
 
 class GrpoLearner:
@@ -80,6 +84,7 @@ class GrpoLearner:
         self._round = 0
         self._samples = 0  # behind the delta
         self._sums: dict[str, list[float]] = {}  # metric -> [sum, steps]
+        self._said_truncated = False
 
     def initial(self) -> np.ndarray:
         """theta before any training, fp32 [d]."""
@@ -131,6 +136,14 @@ class GrpoLearner:
             )
         finally:
             self.loaded.model.eval()
+        if experience.metrics["truncated"] > TRUNCATED_WARN and not self._said_truncated:
+            self._said_truncated = True
+            log.warning(
+                "%d %% of the completions were cut off at max_completion_length = %d tokens; raise grpo."
+                "max_completion_length if answers need more",
+                round(100 * experience.metrics["truncated"]),
+                self._grpo.max_completion_length,
+            )
         samples = len(experience.advantages)
         metrics = {**experience.metrics, **result.metrics, "skipped_steps": float(not result.stepped)}
         for name, value in metrics.items():

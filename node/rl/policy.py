@@ -144,7 +144,7 @@ def positions(mask: Tensor) -> Tensor:
 def forward_logits(
     model: Any, *, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, keep: int, cache: Any = None
 ) -> Tensor:
-    """Logits of the last `keep` positions, [n, keep, vocabulary]; `cache` (a transformers Cache) is extended in place."""
+    """Logits of the last `keep` positions, [n, keep, vocabulary]; a transformers `cache` is extended in place."""
     extra = {} if cache is None else {_cache_argument(model): cache}
     return model(
         input_ids=input_ids,

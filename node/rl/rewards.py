@@ -10,6 +10,7 @@ training. `None` means "does not apply".
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import subprocess
@@ -27,6 +28,8 @@ from .tasks import Example, Task, extract_answer
 BUILT_IN = ("task", "exact", "format")
 START_SECONDS_MAX = 120.0  # importing the reward file; it may pull in heavy libraries
 REPLY_BYTES_MAX = 64 << 20
+
+log = logging.getLogger(__name__)
 _ONE_ANSWER = re.compile(r"\s*(?:<think>.*?</think>\s*)?<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
 
@@ -127,6 +130,8 @@ class Rewards:
                 failed[name] = f"{type(error).__name__}: {error}"
                 self.failures[name] += 1
                 self.last_failure[name] = failed[name]
+                if self.failures[name].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
+                    log.warning("reward %r failed (%d times so far): %s", name, self.failures[name], failed[name])
                 values[name] = [None] * len(texts)
         return Scored(
             total=[self._combine([values[f][i] for f in self._config.functions]) for i in range(len(texts))],

@@ -1,7 +1,7 @@
 """Tasks: an endless stream of training examples cut into shards, and held-out examples never trained on.
 
-`reasoning_gym:<task>` (procedural, with its own scorer) or a JSONL file with `prompt` and `answer`. Does not run a model
-and does not combine rewards (`rewards.py`); the scorer here is the task's own.
+`reasoning_gym:<task>` (procedural, with its own scorer) or a JSONL file with `prompt` and `answer`. Does not run a
+model and does not combine rewards (`rewards.py`); the scorer here is the task's own.
 
 Streams are functions of (seed, index) and nothing else: a shard s of S holds the indices i with i mod S = s, and a
 peer's place in them is one integer, the cursor.

@@ -126,7 +126,7 @@ def _fix(
     config: GrpoConfig,
     reference: Any,
 ) -> _Fixed:
-    """What stays the same over the iterations. Parameters have not moved yet, so the first log-probs are the old ones."""
+    """What stays the same over the iterations; parameters have not moved, so these log-probs are the old ones."""
     sampler = experience.sampler_logps[chunk][:, : mask.shape[1]]
     old = logps.detach()
     weights = None

@@ -118,7 +118,8 @@ def test_two_peers_part_and_heal(tmp_path: Path) -> None:
     with swarm(tmp_path) as one:
         first = one.found()
         second = one.join()
-        one.wait_round(4)
+        one.wait(lambda: len((first.status() or {})["electorate"]) == 2, "the second is a member")
+        one.wait_round(one.rounds([first])[0] + 2)
         second.signal(signal.SIGSTOP)
         before = one.rounds([first])[0]
         one.wait_round(before + 3, [first])

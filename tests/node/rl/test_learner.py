@@ -52,7 +52,8 @@ def test_equal_peers_start_equal_and_sample_apart(make_learner, varied_rewards):
     assert np.array_equal(one.initial(), two.initial())
     assert one.base_hash == two.base_hash
     assert one.layout.hash() == two.layout.hash()
-    steps(one, 1), steps(two, 1)
+    steps(one, 1)
+    steps(two, 1)
     assert not np.array_equal(one.theta(), two.theta())
     assert make_learner(run_seed=9).base_hash != one.base_hash
 

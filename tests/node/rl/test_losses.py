@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from shoal.node.rl.losses import BatchTotals, importance_weights, policy_loss
 
 ORACLE = json.loads((Path(__file__).parents[2] / "data" / "grpo_losses.json").read_text())
-NAMES = {
+NAMES: dict[str, str] = {
     "level": "importance_sampling_level",
     "eps": "epsilon",
     "eps_high": "epsilon_high",
@@ -24,10 +25,15 @@ def tensors():
     return {k: torch.tensor(inputs[k], dtype=torch.float64) for k in keys}
 
 
+def gradient(logps):
+    assert logps.grad is not None
+    return logps.grad.clone()
+
+
 @pytest.mark.parametrize("case", ORACLE["cases"], ids=lambda c: c["name"])
 def test_reference_values(case):
     t = tensors()
-    options = {NAMES.get(k, k): v for k, v in case["options"].items()}
+    options: dict[str, Any] = {NAMES.get(str(k), str(k)): v for k, v in case["options"].items()}
     mode = options.pop("mode", None)
     weights = None
     if mode:
@@ -45,8 +51,8 @@ def test_reference_values(case):
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
-    assert logps.grad.norm().item() == pytest.approx(case["grad_norm"], abs=1e-6)
-    assert logps.grad[0].tolist() == pytest.approx(case["grad_first_row"], abs=1e-6)
+    assert gradient(logps).norm().item() == pytest.approx(case["grad_norm"], abs=1e-6)
+    assert gradient(logps)[0].tolist() == pytest.approx(case["grad_first_row"], abs=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"])
@@ -96,7 +102,7 @@ def test_nothing_leaks_from_padding(loss_type, poison):
             loss_type=loss_type, beta=0.04, off_policy_mask_threshold=0.1,
         )  # fmt: skip
         loss.backward()
-        results.append((loss.item(), logps.grad.clone()))
+        results.append((loss.item(), gradient(logps)))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[1][1][pad], torch.zeros(int(pad.sum()), dtype=torch.float64))
