@@ -115,11 +115,11 @@ class Attempts:
     # -------------------------------------------------------------------------------------------------------- attempts
 
     def _next_attempt(self, reason: str) -> None:
-        """Go on to the next attempt whose convener is neither dead nor silent (this peer is neither), and tell
-        everybody."""
+        """Go on to the next attempt whose convener is neither dead, silent nor gone with a split; tell everybody."""
         n = len(self.order)
         following = range(self.attempt + 1, self.attempt + 1 + n)
-        attempt = next(a for a in following if self.order[a % n] not in self._dead | self._silent)
+        useless = self._dead | self._silent | self._left()
+        attempt = next(a for a in following if self.order[a % n] not in useless)
         self._enter(attempt, reason)
         if self.convener != self.me:
             self._send(self._others, self._convene(reason))
@@ -144,8 +144,8 @@ class Attempts:
         ahead = self._ahead()
         if not ahead:
             return
-        # Who has taken a split's commit votes no more. The silent may speak again, but not because they are waited for.
-        gone = self._dead | self._silent | ahead.keys() | {p for _, takers in self._splits.values() for p in takers}
+        # The silent may speak again, but not because they are waited for.
+        gone = self._dead | self._silent | self._left() | ahead.keys()
         able = self.electorate - gone | {self.me}
         if self.convener in ahead:
             self._enter(max(ahead.values()), "its convener has left the attempt")
@@ -157,6 +157,10 @@ class Attempts:
     def _ahead(self) -> dict[str, int]:
         """Live members that have promised a higher attempt."""
         return {p: a for p, a in self._seen.items() if a > self.attempt and p not in self._dead}
+
+    def _left(self) -> set[str]:
+        """Who has taken a split's commit that is held back here: they neither convene nor vote any more."""
+        return {peer for _, takers in self._splits.values() for peer in takers}
 
     def _live(self) -> frozenset[str]:
         return self.electorate - self._dead

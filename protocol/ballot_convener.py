@@ -24,6 +24,8 @@ class Convening(Attempts):
         if self.phase is Phase.DECIDED:
             return
         self._judge_splits()
+        if self.convener in self._left() and self.phase is not Phase.DECIDED:
+            self._next_attempt("its convener has taken a split's commit")
         while self.attempt >= 0 and self.phase is not Phase.DECIDED:
             before = (self.phase, self.attempt)
             self._follow()
@@ -43,7 +45,7 @@ class Convening(Attempts):
             return
         joins = {p: j for p, j in self._joins.items() if j.attempt == self.attempt and p not in self._dead}
         joins[self.me] = self._my_join()
-        waiting = self._live() - joins.keys() - self._silent - self._ahead().keys()
+        waiting = self._live() - joins.keys() - self._silent - self._left() - self._ahead().keys()
         if waiting and not self._overdue():
             return
         size, live = len(joins), self._live()

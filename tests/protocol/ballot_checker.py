@@ -166,7 +166,7 @@ class Schedule:
         self.monitors = monitors
         self.now = 0.0
         self.steps = 0
-        self.forked = False
+        self.forked = self.split_seen = False
         self.attempt_at_peace: dict[tuple[int, bytes], int] = defaultdict(lambda: -1)
         self.attempts_needed = 0
         self._queue: list[tuple[float, int, Any]] = []
@@ -606,7 +606,8 @@ class Schedule:
             raise Violation("an update was committed twice")
         if len({u.dot.peer for u in value.updates}) != len(value.updates):
             raise Violation("two updates of one origin in one round")
-        if self.peace and not self.forked:
+        self.split_seen |= split
+        if self.peace and not self.split_seen:  # the two sides of a split wait for each other's news, not for attempts
             needed = commit.attempt - self.attempt_at_peace[about]
             self.attempts_needed = max(self.attempts_needed, needed)
             if needed > ATTEMPTS_ENOUGH * len(electorate):

@@ -641,6 +641,16 @@ def test_a_split_commit_is_held_back_while_a_majority_may_decide_otherwise():
     assert may_accept_split(commit, votes=[voted_value(swarm)], **(arguments | {"gone": others}))
 
 
+def test_a_convener_that_has_taken_a_split_commit_is_not_waited_for():
+    swarm = Swarm(5)
+    convener, me = swarm.order[:2]
+    swarm.cut = set(swarm.names) - {me}
+    swarm.close(me)
+    swarm.feed(me, Received(convener, split_commit(swarm, convener)))
+    assert swarm.decided(me) is None and swarm.ballots[me].attempt == 1
+    assert "taken a split's commit" in swarm.notes(me)
+
+
 def test_the_value_of_a_split_is_preferred_when_nothing_binds():
     swarm = Swarm(5)
     convener, signer, *others = swarm.order
