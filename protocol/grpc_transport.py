@@ -133,6 +133,14 @@ def _check_size(frame: bytes) -> None:
         raise ValueError(f"frame of {len(frame)} bytes, limit {limits.FRAME_BYTES_MAX}")
 
 
+async def _end_of(call: Any) -> StreamClosed:
+    """Why a dialed call is over."""
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return StreamClosed("the other side is done", clean=True)
+    return StreamClosed(f"{code.name.lower()}: {plain(await call.details() or '')}")
+
+
 class _ClientStream:
     """A dialed stream."""
 
@@ -156,7 +164,7 @@ class _ClientStream:
             writing.result()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             # The call's own status says why; the write only that it could not.
-            raise await self._ended() if self._call.done() else _closed(error) from None
+            raise await _end_of(self._call) if self._call.done() else _closed(error) from None
         self._count.sent += len(frame)
 
     async def recv(self, timeout_s: float) -> bytes:
@@ -165,15 +173,9 @@ class _ClientStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise _closed(error) from None
         if frame is _EOF:
-            raise await self._ended()
+            raise await _end_of(self._call)
         self._count.received += len(frame)
         return frame
-
-    async def _ended(self) -> StreamClosed:
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return StreamClosed("the other side is done", clean=True)
-        return StreamClosed(f"{code.name.lower()}: {plain(await self._call.details() or '')}")
 
     async def done_sending(self) -> None:
         try:
@@ -274,13 +276,23 @@ class _Connection:
 
     async def open(self, method: str, token: bytes, *, timeout_s: float) -> _ClientStream:
         call = self._channel.stream_stream(SERVICE + method)(metadata=((_TOKEN_KEY, token),) if token else ())
+        # `wait_for_connection` alone never wakes when the channel is closed before the metadata left (a peer that
+        # restarts does that: the reader of its control stream closes the channel), so the call's end is waited for too.
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+        connected = asyncio.ensure_future(call.wait_for_connection())
+        connected.add_done_callback(_look)
         try:
-            await asyncio.wait_for(call.wait_for_connection(), timeout_s)
-        except asyncio.TimeoutError:
+            await asyncio.wait({connected, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if call.done() and await call.code() is not grpc.StatusCode.OK:  # done and OK: there may be frames to read
+                raise await _end_of(call)
+            if not connected.done() and not call.done():
+                raise asyncio.TimeoutError
+        except BaseException:
             call.cancel()
             raise
-        except grpc.aio.AioRpcError as error:
-            raise _closed(error) from None
+        finally:
+            connected.cancel()
         return _ClientStream(call, self._count)
 
     async def close(self) -> None:

@@ -352,21 +352,29 @@ class Mesh:
 
     async def open(self, peer: str, method: str, timeout_s: float = DIAL_SECONDS) -> Stream:
         """A bulk stream. Raises DialError, StreamClosed, asyncio.TimeoutError."""
-        link = await self._ensure(peer, timeout_s)
-        connection = link.connection
-        assert connection is not None
-        try:
-            stream = await connection.open(method, link.token, timeout_s=timeout_s)
-        except (StreamClosed, asyncio.TimeoutError):
-            if link.connection is connection:
-                await self._drop(link)
-            raise
+        stream = await self._open(peer, method, timeout_s) or await self._open(peer, method, timeout_s)
+        if stream is None:
+            raise StreamClosed(f"unavailable: {peer[-6:]} closes every connection")
         opened = SessionStream(stream, self.traffic, method, peer, None)
         if self._me().bans.reason(peer) is not None:
             opened.cancel("banned")
             raise StreamClosed("banned")
-        link.streams.add(opened)
+        self._link(peer).streams.add(opened)
         return opened
+
+    async def _open(self, peer: str, method: str, timeout_s: float) -> Stream | None:
+        """None when the connection turns out to be over, as after the peer's restart: nothing was sent, dial anew."""
+        link = await self._ensure(peer, timeout_s)
+        connection = link.connection
+        assert connection is not None
+        try:
+            return await connection.open(method, link.token, timeout_s=timeout_s)
+        except (StreamClosed, asyncio.TimeoutError) as error:
+            if link.connection is connection:
+                await self._drop(link)
+            if isinstance(error, StreamClosed) and "unauthenticated" not in error.reason:
+                return None
+            raise
 
     # ------------------------------------------------------------------------------------------------ accepting
 

@@ -319,6 +319,24 @@ def test_the_other_side_goes_away_and_comes_back() -> None:
     run(test)
 
 
+def test_a_connection_that_closes_while_a_stream_is_opened() -> None:
+    """gRPC's own wait would never end."""
+
+    async def test() -> None:
+        alice, bob, address = await pair()
+        for _ in range(5):
+            connection = await alice.dial(address, BOB.peer_id, timeout_s=S)
+            opening = asyncio.ensure_future(connection.open("Echo", b"", timeout_s=2 * S))
+            await asyncio.sleep(0)
+            await connection.close()
+            with pytest.raises(StreamClosed):
+                stream = await asyncio.wait_for(opening, S)
+                await stream.recv(S)  # it may just have been opened
+        await asyncio.gather(alice.close(), bob.close())
+
+    run(test)
+
+
 def test_opening_has_a_deadline() -> None:
     async def test() -> None:
         alice, bob, address = await pair()
