@@ -71,6 +71,7 @@ class CatchUp:
         self._rounds: Rounds | None = None
         self._root_electorate: frozenset[str] = frozenset()
         self._asked: dict[str, tuple[float, int]] = {}  # peer → (when, which step back)
+        self._heard: dict[str, bytes] = {}  # peer → newest record on its chain that it gave us
         self._lost: set[bytes] = set()  # lineages that lost against ours
 
     # ------------------------------------------------------------------------------------------------ readers
@@ -127,7 +128,10 @@ class CatchUp:
 
     def _offer(self, peer: str, commit: Commit) -> None:
         rounds = self._rounds
-        if rounds is None or rounds.log.get(commit.value.lineage) is not None:
+        if rounds is None:
+            return
+        if (known := rounds.log.get(commit.value.lineage)) is not None:
+            self._note_heard(rounds, peer, known.lineage)
             return
         base = commit.base_lineage
         if not rounds.log.knows(base):
@@ -137,8 +141,15 @@ class CatchUp:
         checked = check_commit(commit, electorate, commit.round, base)
         weight = sum(weights_of(checked.value, rounds.settings.rules).values())
         rounds.log.add(checked, weight, tip=rounds.state.lineage)
-        if peer in self._asked:
-            self._asked[peer] = (self._asked[peer][0], 0)
+        self._note_heard(rounds, peer, checked.lineage)
+
+    def _note_heard(self, rounds: Rounds, peer: str, lineage: bytes) -> None:
+        """The next question to this peer starts where its last answer ended."""
+        before = rounds.log.get(self._heard.get(peer, b""))
+        now = rounds.log.get(lineage)
+        if now is not None and (before is None or now.round > before.round):
+            self._heard[peer] = lineage
+            self._asked.pop(peer, None)
 
     # ------------------------------------------------------------------------------------------------ the watch
 
@@ -162,6 +173,11 @@ class CatchUp:
         now = self._clock.now()
         when, step = self._asked.get(peer, (-ASK_SECONDS, 0))
         if now - when < ASK_SECONDS:
+            return
+        heard = self._heard.get(peer)
+        if heard is not None and step == 0 and rounds.log.knows(heard):
+            self._post(peer, Envelope(commit_request=CommitRequest(lineage=heard)))
+            self._asked[peer] = (now, 1)
             return
         chain: list[CommitRecord] = list(rounds.log.chain(rounds.state.lineage))
         back = BACKWARD[step % len(BACKWARD)]
@@ -208,10 +224,11 @@ class CatchUp:
         self, rounds: Rounds, reason: str, lineage: bytes | None = None, *, fork: bytes | None = None
     ) -> None:
         """Replace the state by a downloaded one; what that state holds of our own updates is given its due."""
+        # The holders' rounds go on meanwhile, so what they give may already lie beyond `lineage`; that is as good.
         holders = sorted(p for p, s in self.behind().items() if lineage is None or s.lineage == lineage)
         if not holders:
             return
-        state = await self._download(lineage, holders, reason)
+        state = await self._download(None, holders, reason)
         if state is None:
             return
         if state.round < rounds.state.round and fork is None:
