@@ -234,7 +234,8 @@ class WarmupConfig(Table):
 def demo_defaults() -> dict[str, Any]:
     """The tables of `shoal demo`: the tiny model on single-digit sums, tuned for a few minutes on two cores.
 
-    "rounds" holds the suggested number of rounds and, by the number of peers, the samples that close a round.
+    "rounds" holds the suggested number of rounds, the samples that close a round by the number of peers, and the samples
+    that one peer makes in all: for another number of rounds, peers x samples_per_peer / rounds closes one.
     """
     return {
         "model": {"name": "tiny", "tiny": {"hidden": 64, "layers": 4, "heads": 4, "mlp": 192}},
@@ -253,6 +254,6 @@ def demo_defaults() -> dict[str, Any]:
             "warmup_steps": 10,
             "adam_beta2": 0.99,
         },
-        "warmup": {"steps": 220, "seconds_max": 60.0, "learning_rate": 2e-3, "batch_size": 64},
-        "rounds": {"count": 20, "target_samples": {"3": 11_520, "4": 15_360}},
+        "warmup": {"steps": 230, "seconds_max": 60.0, "learning_rate": 2e-3, "batch_size": 64},
+        "rounds": {"count": 20, "target_samples": {"3": 15_360, "4": 20_480}, "samples_per_peer": 102_400},
     }

@@ -72,8 +72,12 @@ class LocalWork:
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
 
+    def open(self) -> None:
+        """A new round: a stop that was meant for the last one is over."""
+        self._stop.clear()
+
     def stop(self) -> None:
-        """End the inner steps after the one under way."""
+        """End the inner steps after the one under way, or keep them from starting."""
         self._stop.set()
 
     @property
@@ -82,7 +86,6 @@ class LocalWork:
 
     async def train(self, state: SharedState, after_step: Callable[[StepStats], Awaitable[None]]) -> Work:
         """Inner steps from `state` until `stop`; the delta is in the book when this returns."""
-        self._stop.clear()
         self.dense_vector = None
         started = self._clock.now()
         shards = self._shards()

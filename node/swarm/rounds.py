@@ -230,6 +230,7 @@ class Rounds:
         """Open the next round, wait for its commit, apply it."""
         state = self.state
         self._replaced.clear()
+        self._work.open()
         self._open_round(state)
         ahead = self._catch_up.next_commit(state.lineage)
         if ahead is not None:
@@ -312,7 +313,7 @@ class Rounds:
         """Inner steps until the round closes, then publish. None when the round was over before it began."""
         await self._catch_up.settled()
         await self._started.wait()
-        if self._decided.done() or self._stopping.is_set():
+        if self._decided.done() or self._work.stopping:
             return None
         self._round_started = self._clock.now()
         work = await self._work.train(state, self._after_step)
