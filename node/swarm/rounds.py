@@ -313,7 +313,10 @@ class Rounds:
         """Inner steps until the round closes, then publish. None when the round was over before it began."""
         await self._catch_up.settled()
         await self._started.wait()
-        if self._decided.done() or self._work.stopping:
+        if self._decided.done():
+            return None
+        if self._work.stopping:  # the round closes already: take part without an update
+            self._feed(b.LocalResult(None))
             return None
         self._round_started = self._clock.now()
         work = await self._work.train(state, self._after_step)
