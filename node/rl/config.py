@@ -254,6 +254,6 @@ def demo_defaults() -> dict[str, Any]:
             "warmup_steps": 10,
             "adam_beta2": 0.99,
         },
-        "warmup": {"steps": 230, "seconds_max": 60.0, "learning_rate": 2e-3, "batch_size": 64},
+        "warmup": {"steps": 220, "seconds_max": 60.0, "learning_rate": 2e-3, "batch_size": 64},
         "rounds": {"count": 20, "target_samples": {"3": 15_360, "4": 20_480}, "samples_per_peer": 102_400},
     }

