@@ -32,7 +32,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="End with one
 
 
 def _where(data_dir: Path | None) -> Path:
-    return (data_dir or Path(os.environ.get("SHOAL_NODE__DATA_DIR", "~/.shoal"))).expanduser()
+    return (data_dir or Path(os.environ.get("SHOAL_NODE__DATA_DIR") or "~/.shoal")).expanduser()
 
 
 class Group(click.Group):

@@ -166,7 +166,7 @@ class DhtConfig(Table):
 class NodeConfig(Table):
     """This node's own settings; nobody else sees them."""
 
-    data_dir: str = "~/.shoal"
+    data_dir: str = Field(default="~/.shoal", min_length=1)
     """Identity, state, journal and logs. One per peer."""
     listen: str = ""
     """Address to listen on; empty means all of this machine's."""

@@ -101,6 +101,7 @@ def test_an_override_is_read_by_the_type_of_its_key(override, get, value):
         ('[node]\nport = "7000"', ["node.port (line 2)", "'7000'", "expected a valid integer"]),
         ("[node]\nlan_discovery = 1", ["node.lan_discovery (line 2)", "found 1", "expected a valid boolean"]),
         ("node = 3", ["node (line 1)", "found 3"]),
+        ('[node]\ndata_dir = ""', ["node.data_dir (line 2)", "found ''", "at least 1"]),
         ("[node]\nport = 70000", ["node.port", "70000", "65535"]),
         ('[run.sync]\nmode = "gossip"', ["run.sync.mode", "'gossip'", "'ring'"]),
         ("[run.sync]\nnorm_max = nan", ["run.sync.norm_max (line 2)", "nan", "finite"]),
