@@ -1,0 +1,111 @@
+"""`shoal export` and `shoal eval`: from a data directory on disk, without a node, to what others load."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from shoal.node import cli, learners
+from shoal.node.config import RunConfig, manifest_bytes, run_id_of
+from shoal.node.config_file import load_config
+from shoal.node.store.checkpoint import Checkpoint, Checkpoints
+from shoal.node.swarm.state import SharedState
+from shoal.protocol.errors import ExitCode
+from shoal.protocol.version import VersionVector
+
+SMALL = [
+    "run.model.tiny={hidden = 16, layers = 2, heads = 2, mlp = 32}",
+    "run.task.options={min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}",
+    "run.task.eval_size=8",
+    "run.grpo.max_completion_length=3",
+    "node.device=cpu",
+    "node.threads=1",
+]
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """Makes a data directory with one checkpoint whose parameters are not the initial ones."""
+
+    def make(*overrides: str):
+        run = load_config(None, [*SMALL, *overrides]).run
+        folder = tmp_path / "node"
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "manifest.json").write_bytes(manifest_bytes(run))
+        if run.learner == "grpo":
+            learner = learners.build(load_config(None, SMALL).model_copy(update={"run": run}), "p", folder, print)
+            start = learner.initial()
+            learner.close()
+        else:
+            start = np.zeros(4, np.float32)
+        noise = np.random.default_rng(0).standard_normal(start.size).astype(np.float32)
+        state = SharedState.make(
+            theta=start + np.float32(0.1) * noise,
+            outer=None,
+            round_=3,
+            lineage=run_id_of(b"lineage"),
+            vector=VersionVector({}),
+            electorate=["p"],
+            total_weight=1,
+        )
+        Checkpoints(folder / "checkpoints").save(Checkpoint(state, b"", {}, {}, {}))
+        return folder
+
+    return make
+
+
+def ask(capsys, *arguments: str):
+    code = cli.run([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, json.loads(out.strip().splitlines()[-1])
+
+
+def test_an_exported_adapter_scores_as_the_state_it_came_from(data_dir, tmp_path, capsys):
+    folder = str(data_dir("run.model.lora={r = 2, alpha = 4}"))
+    code, state = ask(capsys, "eval", "--data-dir", folder)
+    assert code == 0 and state["round"] == 3
+    adapter = tmp_path / "adapter"
+    code, wrote = ask(capsys, "export", "--data-dir", folder, "--out", str(adapter))
+    assert (code, wrote) == (0, {"folder": str(adapter), "kind": "adapter", "round": 3})
+    assert (adapter / "adapter_model.safetensors").exists() and (adapter / "adapter_config.json").exists()
+    code, scored = ask(capsys, "eval", "--data-dir", folder, "--adapter", str(adapter))
+    assert code == 0
+    assert {k: scored[k] for k in ("accuracy", "reward")} == {k: state[k] for k in ("accuracy", "reward")}
+    code, refused = ask(capsys, "export", "--data-dir", folder, "--out", str(adapter))
+    assert code == ExitCode.FAILED and "in the way" in refused["error"]["what"]
+
+
+@pytest.mark.parametrize("overrides", [(), ("run.model.lora={r = 2}",)])
+def test_a_merged_export_is_an_ordinary_model(data_dir, tmp_path, capsys, overrides):
+    folder = str(data_dir(*overrides))
+    _, state = ask(capsys, "eval", "--data-dir", folder)
+    model = tmp_path / "model"
+    code, wrote = ask(capsys, "export", "--data-dir", folder, "--out", str(model), "--merged")
+    assert code == 0 and wrote["kind"] == "model" and (model / "model.safetensors").exists()
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 0
+    assert state["n"] == 8
+
+
+def test_another_task_and_size(data_dir, capsys):
+    folder = str(data_dir())
+    task = ["--task", "reasoning_gym:spell_backward", "--size", "4"]
+    code, found = ask(capsys, "eval", "--data-dir", folder, *task)
+    assert code == 0 and found["n"] == 4
+
+
+def test_a_run_without_a_language_model(data_dir, capsys):
+    folder = str(data_dir('run.learner="quadratic"'))
+    code, found = ask(capsys, "export", "--data-dir", folder, "--out", "x")
+    assert code == ExitCode.CONFIG and "quadratic" in found["error"]["values"]
+
+
+def test_a_checkpoint_of_another_model(data_dir, capsys):
+    folder = data_dir()
+    (folder / "manifest.json").write_bytes(manifest_bytes(RunConfig()))
+    code, found = ask(capsys, "eval", "--data-dir", str(folder))
+    assert code == ExitCode.MISMATCH and "parameters" in found["error"]["values"]
