@@ -67,6 +67,12 @@ def capped_weights(claims: Mapping[K, int], cap: int, median_multiple: float) ->
     return {key: min(weight, bound) for key, weight in limited.items()}
 
 
+def _fp32(values: np.ndarray) -> np.ndarray:
+    """Round to fp32; what overflows becomes infinite and is caught by `merge_round`."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
 class OuterOptimizer(Protocol):
     """Turns the merged pseudo-gradient into the new state. Element-wise IEEE operations only."""
 
@@ -87,7 +93,7 @@ class OuterSgd:
         self, theta: np.ndarray, buffer: np.ndarray | None, merged: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
         gradient = merged.astype(np.float64) / UNIT
-        return (theta.astype(np.float64) - np.float64(self.lr) * gradient).astype(np.float32), None
+        return _fp32(theta.astype(np.float64) - np.float64(self.lr) * gradient), None
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,9 @@ class OuterNesterov:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         gradient = merged.astype(np.float64) / UNIT
         before = np.zeros_like(gradient) if buffer is None else buffer.astype(np.float64)
-        moved = (np.float64(self.momentum) * before + gradient).astype(np.float32)
+        moved = _fp32(np.float64(self.momentum) * before + gradient)
         direction = gradient + np.float64(self.momentum) * moved.astype(np.float64)
-        return (theta.astype(np.float64) - np.float64(self.lr) * direction).astype(np.float32), moved
+        return _fp32(theta.astype(np.float64) - np.float64(self.lr) * direction), moved
 
 
 @dataclass(frozen=True)

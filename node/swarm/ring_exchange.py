@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError, Message
 
+from ...aggregation.ring import RingAllGather
 from ...protocol import limits
 from ...protocol.ballot_messages import Header, update_hash
 from ...protocol.errors import PeerFault
@@ -166,15 +167,16 @@ class RingExchange:
             await stream.send(PushHello(round=round_, base_lineage=lineage, attempt=attempt).SerializeToString())
             have = PushHave()
             parse(have, await stream.recv(EARLY_PUSH_SECONDS + FRAME_SECONDS))
-            done = {h for h in have.update_hashes if h in transfer.headers}
-            done |= {h for h in transfer.headers if transfer.origin(h) == successor}
-            own = [h for h in transfer.headers if transfer.origin(h) == self._me]
-            while len(done) < len(transfer.headers):
+            has = {h for h in have.update_hashes if h in transfer.headers}
+            ring = RingAllGather(transfer.order, self._me, {h: transfer.origin(h) for h in transfer.headers})
+            while not ring.finished_with(successor, has):
                 arrived = self._arrived
-                ready = [h for h in [*own, *sorted(transfer.headers)] if h not in done and self._store.has(h)]
-                for hash_ in dict.fromkeys(ready):
+                for hash_ in self.held():
+                    ring.mark_held(hash_)
+                ready = ring.to_send(successor, has)
+                for hash_ in ready:
                     await self._send_update(stream, hash_)
-                    done.add(hash_)
+                    has.add(hash_)
                 if not ready:
                     await arrived.wait()
             await stream.done_sending()
