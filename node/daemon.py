@@ -1011,7 +1011,8 @@ class Daemon:
                 "alive": 1 + len(self.members.alive()),
                 "alone": not self.members.alive(),
                 "bytes": self._traffic(),
-                "faults": dict(self.mesh.traffic.faults),
+                "faults": {k: n for k, n in self.mesh.traffic.faults.items() if not k.startswith("refused_")},
+                "refused": {k: n for k, n in self.mesh.traffic.faults.items() if k.startswith("refused_")},
                 "disk_trouble": self.keeper.trouble,
             }
         return status

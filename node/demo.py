@@ -76,12 +76,12 @@ class Demo:
         print(text, file=sys.stderr, flush=True)
 
     def _config_text(self) -> str:
-        suggested = self.defaults["rounds"]["target_samples"]
-        peers = self.options.peers
+        # Whatever the number of rounds, every peer makes about the same number of samples in all.
+        in_all = self.options.peers * self.defaults["rounds"]["samples_per_peer"]
         sync = {
             "mode": self.options.mode,
             "rounds_max": self.rounds,
-            "target_samples": suggested.get(str(peers), 2560 * peers),
+            "target_samples": max(1, in_all // self.rounds),
         }
         tables = {k: v for k, v in self.defaults.items() if k != "rounds"}
         tables |= {"sync": sync, "membership": {"preset": "local"}}

@@ -9,6 +9,7 @@ The same file serves state downloads (state_sync.py) in its stripped form: `stat
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -118,6 +119,15 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise ValueError(f"{path.name}: {error}") from None
 
 
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """sha-256 over names, types and bytes: the state hash covers the shared state alone."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
 class Checkpoints:
     """The checkpoints in one folder. `save` blocks; run it in a worker thread."""
 
@@ -144,6 +154,7 @@ class Checkpoints:
                     arrays[f"{prefix}/{name}"] = np.frombuffer(bytes(value), np.uint8)
         metadata = {
             "format": FORMAT,
+            "digest": _digest(arrays),
             "state": json.dumps(describe_state(checkpoint.state)),
             "commit": checkpoint.commit.hex(),
             "bytes": json.dumps(sorted(kinds)),
@@ -161,6 +172,8 @@ class Checkpoints:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path.name} has format {metadata.get('format')}, expected {FORMAT}")
         try:
+            if metadata["digest"] != _digest(arrays):
+                raise ValueError(f"{path.name}: its arrays are damaged")
             as_bytes = set(json.loads(metadata["bytes"]))
             groups: dict[str, dict[str, np.ndarray | bytes]] = {"state": {}, "book": {}, "learner": {}}
             for name, array in arrays.items():

@@ -98,7 +98,7 @@ def test_all_gather_forwards_everything_once_around_the_ring() -> None:
     sent = 0
     for _ in range(len(order) - 1):
         moves = []
-        for p, ring in rings.items():
+        for ring in rings.values():
             to = ring.successor()
             assert to is not None
             moves += [(to, h) for h in ring.to_send(to, set(rings[to].held))]

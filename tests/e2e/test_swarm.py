@@ -64,7 +64,7 @@ def test_a_member_dies_in_a_phase_and_comes_back(tmp_path: Path, phase: str, how
         one.wait_round(together)
         one.assert_same_history(from_round=together)
         assert_book_is_exact(one.nodes)
-        assert not any((n.status() or {})["faults"] for n in one.nodes)
+        assert [(n.status() or {})["faults"] for n in one.nodes] == [{}] * 3
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
