@@ -20,7 +20,12 @@ from .identity import public_key_from_peer_id
 from .invite import check_address
 
 CACHE_PEERS_MAX = 256
+# A full cache with the longest addresses is well below this; a larger file is not ours.
+CACHE_BYTES_MAX = 1024 * 1024
 BACKOFF_SECONDS_MIN = 0.5
+SECONDS_LEFT_MIN = 0.001  # less than this before the deadline is rounding
+# More causes than this in one line help nobody.
+DESCRIBED_MAX = 8
 
 
 class PeerCache:
@@ -31,18 +36,21 @@ class PeerCache:
         self.peers: dict[str, list[str]] = {}
         self.warning = ""
         try:
-            for peer, addresses in json.loads(path.read_text())["peers"][:CACHE_PEERS_MAX]:
-                public_key_from_peer_id(peer)
-                self.peers[peer] = [check_address(a) for a in addresses[: limits.ADDRESSES_MAX]]
+            with path.open("rb") as file:
+                content = file.read(CACHE_BYTES_MAX + 1)
+            self.peers = _parse_cache(content)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, PeerFault) as error:
-            self.peers = {}
-            self.warning = f"peer cache set aside: {error}"
-            os.replace(path, path.with_name(path.name + ".damaged"))
+        except (OSError, ValueError, PeerFault) as error:
+            aside = path.with_name(path.name + ".damaged")
+            self.warning = f"peer cache {path} cannot be used ({error}); set aside as {aside.name}, starting without it"
+            try:
+                os.replace(path, aside)
+            except OSError as failed:
+                self.warning = f"peer cache {path} cannot be used ({error}) nor set aside ({failed})"
 
     def met(self, peer: str, addresses: Sequence[str]) -> None:
-        """Remember a peer at the front; `save` writes."""
+        """Remember a peer at the front, its newest addresses first. `encoded` is what to write."""
         known = self.peers.pop(peer, [])
         merged = list(dict.fromkeys([*addresses, *known]))[: limits.ADDRESSES_MAX]
         self.peers = dict(list({peer: merged, **self.peers}.items())[:CACHE_PEERS_MAX])
@@ -53,6 +61,21 @@ class PeerCache:
     def encoded(self) -> bytes:
         """The file's content."""
         return json.dumps({"peers": list(self.peers.items())}, indent=1).encode()
+
+
+def _parse_cache(content: bytes) -> dict[str, list[str]]:
+    """Raises ValueError or PeerFault for anything that `PeerCache.encoded` does not write."""
+    if len(content) > CACHE_BYTES_MAX:
+        raise ValueError(f"larger than {CACHE_BYTES_MAX} bytes")
+    try:
+        listed = json.loads(content)["peers"]
+        peers: dict[str, list[str]] = {}
+        for peer, addresses in listed[:CACHE_PEERS_MAX]:
+            public_key_from_peer_id(peer)
+            peers[peer] = [check_address(a) for a in addresses[: limits.ADDRESSES_MAX]]
+        return peers
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a list of peers: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -89,29 +112,33 @@ class Attempts:
         self.failures[candidate] = (cause, permanent)
 
     def next_wait(self, now: float, rng: random.Random) -> tuple[float | None, str]:
-        """Seconds until all are tried again, or None to give up; with the reason."""
+        """Seconds until all are tried again, or None to give up; with the reason. Doubles from 1 s up to a bound, ± 25 %."""
         self.rounds += 1
         if self.failures and all(permanent for _, permanent in self.failures.values()):
             return None, "every address refused for a reason that waiting does not mend"
-        elapsed = now - self.started
-        if 0 < self.seconds_max <= elapsed:
+        left = self.started + self.seconds_max - now
+        if self.seconds_max > 0 and left < SECONDS_LEFT_MIN:
             return None, f"nobody answered within {self.seconds_max:g} s"
         wait = min(BACKOFF_SECONDS_MIN * 2 ** min(self.rounds, 16), limits.RECONNECT_BACKOFF_SECONDS_MAX)
         wait *= 0.75 + 0.5 * rng.random()
+        if self.seconds_max > 0:
+            wait = min(wait, left)  # one last try at the deadline, not after it
         return wait, f"trying {len(self.failures)} addresses again in {wait:.1f} s: {self.describe()}"
 
     def describe(self) -> str:
-        """Each address with its cause, in one line."""
-        return (
-            "; ".join(f"{c.address} ({c.source}): {cause}" for c, (cause, _) in self.failures.items()) or "none known"
-        )
+        """The first addresses with their causes, and how many more, in one line."""
+        parts = [f"{c.address} ({c.source}): {cause}" for c, (cause, _) in self.failures.items()]
+        if len(parts) > DESCRIBED_MAX:
+            parts[DESCRIBED_MAX:] = [f"and {len(parts) - DESCRIBED_MAX} more"]
+        return "; ".join(parts) or "none known"
 
     def error(self, reason: str) -> ShoalError:
         """The end of trying, in three parts."""
         return ShoalError(
             "No peer of the run could be reached",
             values=f"{reason}; tried {self.describe()}",
-            todo="Check that a peer is up (`shoal doctor` on its machine shows what others can reach), or ask for a new invite.",
+            todo="Check that a peer is up (`shoal doctor` on its machine shows what others can reach), "
+            "or ask for a new invite.",
             code=ExitCode.UNREACHABLE,
         )
 
