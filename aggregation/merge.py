@@ -165,7 +165,8 @@ def merge_round(
             clipped += factor < 1
             scale *= factor
         # Magnitude is judged before the weight: whether an update is void must not depend on who else took part.
-        fixed = contribution(update.values, scale) if contribution(update.values, 1.0) is not None else None
+        within = (np.abs(update.values) < np.float32(1.0)).all()
+        fixed = contribution(update.values, scale) if within else None
         if fixed is None:
             voids.append(key)
         else:

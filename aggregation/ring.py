@@ -152,9 +152,9 @@ class RingReduce:
         else:
             _decode_chunk(payload, high - low, self._setting)
             self._reduced[chunk] = payload
-        self._next += 1
-        if self._next == self.n - 1:
+        if hop == self.n - 2:
             self._own()
+        self._next = hop + 1  # last: another thread may send what this hop made ready
 
     def _own(self) -> None:
         low, high = self.bounds[(self.rank + 1) % self.n]

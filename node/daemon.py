@@ -755,12 +755,13 @@ class Daemon:
         kind, _ = choose_exchange(max(2, electorate), max_payload_bytes(d, self.compression), d, sync.dense_bits)
         return kind == "dense"
 
-    async def _save(self, applied: Applied | None, checked: Any, work: Work | None) -> None:
+    async def _save(self, applied: Applied | None, checked: Any, work: Work | None) -> bool:
         assert self.rounds is not None
         state, traffic = self.rounds.state, self._traffic()
         await self.clock.run(lambda: self.keeper.save(state, applied, checked, work, traffic))
         if work is not None and work.seconds > 0 and self.members is not None:
             self.members.set_speed(work.result.weight / work.seconds)
+        return not self.keeper.trouble
 
     def _served_state(self) -> tuple[SharedState, Any]:
         assert self.rounds is not None

@@ -121,6 +121,7 @@ class DenseExchange:
                         await asyncio.wait_for(self._advanced.wait(), HOP_SECONDS)
                     await self._send_chunk(stream, hop, reduce.hops[hop].send, reduce.outgoing(hop))
                 await stream.done_sending()
+                await _until_read(stream)
                 while not reduce.complete:
                     await asyncio.wait_for(self._advanced.wait(), HOP_SECONDS)
             finally:
@@ -227,6 +228,15 @@ def _fixed(mean: np.ndarray) -> np.ndarray:
     """In 2^-40 units; a mean that reaches 1 somewhere (or is not finite) is no step at all."""
     fixed = contribution(mean, 1.0)
     return np.zeros(mean.size, np.int64) if fixed is None else fixed
+
+
+async def _until_read(stream: Stream) -> None:
+    """Wait until the other side has ended its part: cancelling before would throw away what is still on the way."""
+    try:
+        await stream.recv(HOP_SECONDS)
+    except StreamClosed as closed:
+        if not closed.clean:
+            raise
 
 
 async def _payload(stream: Stream, size: int) -> bytes:

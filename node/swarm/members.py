@@ -1,23 +1,24 @@
-"""The asyncio side of membership: ticks, signatures, messages; and everybody's latest summary.
+"""The asyncio side of membership: ticks, signatures, messages, callbacks.
 
 The decisions are protocol/membership.py's. Summaries (round, lineage, samples) ride on every message in both directions.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from ...protocol import limits, membership, membership_wire
-from ...protocol.errors import PeerFault
+from ...protocol import limits, membership_wire
+from ...protocol import membership as m
 from ...protocol.identity import Identity
-from ...protocol.membership import Membership, MembershipConfig, Record, State
+from ...protocol.membership import Membership, MembershipConfig, MemberView, Record, State
 from ...protocol.transport import Clock
-from ...protocol.wire_pb2 import Envelope, Signed, Summary, Swim
+from ...protocol.wire_pb2 import Envelope, Summary, Swim
 
-# The state machine is asked this often at least: its shortest timeout is a few of these.
-TICK_SECONDS = 0.1
-GOODBYES = 8
+# A measured speed that changed by less than this share is not worth a rumour.
+SPEED_CHANGE_MIN = 0.25
 
 
 class Members:
@@ -38,107 +39,103 @@ class Members:
         heard: Callable[[str, tuple[str, ...]], None],
         changed: Callable[[str, State | None, State, str], None],
         summary: Callable[[], Summary | None],
+        admissible: Callable[[str], bool] = lambda peer: True,
     ) -> None:
         """
         Args:
-            heard: an admitted peer's addresses are new.
-            changed: a member's state changed, with the reason.
+            post: the mesh's: queues a message, best effort.
+            heard: a member's addresses are new, or it is back: dial it afresh.
+            changed: a member's state changed: peer, old, new, reason.
             summary: what to tell of ourselves.
+            admissible: whether a peer may be a member at all; news of others is dropped.
         """
         self._identity, self._run_id = identity, run_id
         self._clock, self._post = clock, post
         self._heard, self._changed, self._summary = heard, changed, summary
-        me = Record(identity.peer_id, State.ALIVE, incarnation, 1, boot_id, addresses)
-        self.machine = Membership(me, config, rng)
-        self._summaries: dict[str, Summary] = {}
+        self._admissible = admissible
+        me = Record(identity.peer_id, State.ALIVE, incarnation, 1, boot_id, addresses[: limits.ADDRESSES_MAX])
+        self.machine = Membership(me, config, rng, self._sign)
+
+    def _sign(self, record: Record) -> Record:
+        return membership_wire.sign_record(self._identity, self._run_id, record)
 
     # ------------------------------------------------------------------------------------------------ readers
 
+    def members(self) -> dict[str, MemberView]:
+        """All others ever heard of, in any state."""
+        return dict(self.machine.members())
+
     def alive(self) -> set[str]:
+        """Others that are alive or only suspect."""
         return self.machine.alive()
 
     def dead(self) -> frozenset[str]:
+        """Others that are dead or have left."""
         return self.machine.dead()
 
     def summaries(self) -> dict[str, Summary]:
         """Latest summary of every live member."""
-        alive = self.machine.alive()
-        return {p: s for p, s in self._summaries.items() if p in alive}
+        alive, members = self.machine.alive(), self.machine.members()
+        return {p: v.summary for p, v in members.items() if p in alive and v.summary is not None}
 
     def last_summary(self, peer: str) -> Summary | None:
         """Latest summary of a member in any state."""
-        return self._summaries.get(peer)
+        view = self.machine.member(peer)
+        return view.summary if view else None
 
     def known_dot(self, peer: str) -> tuple[int, int]:
         """Highest life heard of a peer; its seq is the rounds' business."""
-        record = self.machine.record(peer)
-        return (record.incarnation, 0) if record else (0, 0)
+        view = self.machine.member(peer)
+        return (view.incarnation, 0) if view else (0, 0)
 
     # ------------------------------------------------------------------------------------------------ running
 
     async def run(self) -> None:
         """Tick until cancelled."""
         while True:
-            self._perform(self.machine.tick(self._clock.now()))
-            await self._clock.sleep(TICK_SECONDS)
+            self._handle(m.Tick())
+            await self._clock.sleep(self.machine.config.tick_s)
 
     def received(self, peer: str, wire: Swim) -> None:
-        """Raises PeerFault for what must be charged to `peer`."""
+        """Raises PeerFault for what must be charged to `peer`; nothing of such a message is used."""
         message = membership_wire.decode(wire, self._run_id)
-        if wire.HasField("summary"):
-            self._take_summary(peer, wire.summary)
-        self._perform(self.machine.received(self._clock.now(), peer, message))
-
-    def _take_summary(self, peer: str, summary: Summary) -> None:
-        sizes = {len(summary.lineage), len(summary.state_hash)}
-        if not sizes <= {0, 32} or max(summary.round, summary.open_round, summary.total_weight) > limits.INT64_MAX:
-            raise PeerFault("bad_summary", f"hashes of {sizes} bytes")
-        if summary.samples > limits.WEIGHT_MAX:
-            raise PeerFault("bad_summary", f"{summary.samples} samples")
-        self._summaries[peer] = summary
+        rumours = tuple(r for r in message.rumours if self._admissible(r.peer))
+        self._handle(m.Received(peer, replace(message, rumours=rumours)))
 
     def introduce(self, peer: str) -> None:
         """A peer that was just connected to."""
-        self._perform(self.machine.introduce(self._clock.now(), peer))
+        self._handle(m.Introduced(peer))
 
     def expect(self, peers: Iterable[str]) -> None:
         """These peers should be here: probe whoever was never heard of."""
-        self._perform(self.machine.expect(self._clock.now(), peers))
+        self._handle(m.Expected(tuple(peers)))
 
     def set_speed(self, samples_per_s: float) -> None:
         """Tell others how fast this peer is; small changes are not worth a rumour."""
         before = self.machine.me.samples_per_s
-        if abs(samples_per_s - before) > 0.25 * max(before, 1e-9):
-            self._perform(self.machine.update_me(samples_per_s=samples_per_s))
+        if math.isfinite(samples_per_s) and abs(samples_per_s - before) > SPEED_CHANGE_MIN * max(before, 1e-9):
+            self._handle(m.SetMe(samples_per_s=max(0.0, samples_per_s)))
+
+    def set_addresses(self, addresses: tuple[str, ...]) -> None:
+        """This peer can be dialled elsewhere now."""
+        if addresses != self.machine.me.addresses:
+            self._handle(m.SetMe(addresses=addresses[: limits.ADDRESSES_MAX]))
 
     def new_life(self, incarnation: int) -> None:
         """This peer starts a new incarnation."""
-        self._perform(self.machine.update_me(incarnation=incarnation))
+        self._handle(m.SetMe(incarnation=incarnation))
 
     def leave(self) -> None:
         """Say goodbye to several members; they pass it on."""
-        self._perform(self.machine.update_me(state=State.LEFT))
-        for peer in sorted(self.machine.alive())[:GOODBYES]:
-            self._perform(self.machine.introduce(self._clock.now(), peer))
+        self._handle(m.Leave())
 
-    def _perform(self, actions: list[membership.Action]) -> None:
-        for action in actions:
-            if isinstance(action, membership.Sign):
-                record = action.record
-                if record.peer != self._identity.peer_id and record.reporter != self._identity.peer_id:
-                    continue
-                signed = membership_wire.sign_record(self._identity, self._run_id, record)
-                self._perform(self.machine.signed(self._clock.now(), signed))
-            elif isinstance(action, membership.Send):
-                wire = membership_wire.encode(action.message)
-                summary = self._summary()
-                if summary is not None:
-                    wire.summary.CopyFrom(summary)
-                self._post(action.to, Envelope(swim=wire))
-            elif isinstance(action, membership.Changed):
+    def _handle(self, event: m.Event) -> None:
+        """Perform what the machine decides. Callbacks may come back in here: each event's actions are its own list."""
+        for action in self.machine.handle(self._clock.now(), event):
+            if isinstance(action, m.Send):
+                message = replace(action.message, summary=self._summary())
+                self._post(action.to, Envelope(swim=membership_wire.encode(message)))
+            elif isinstance(action, m.Changed):
                 self._changed(action.peer, action.old, action.new, action.reason)
             else:
                 self._heard(action.peer, action.addresses)
-
-
-__all__ = ["Members", "Signed"]

@@ -93,14 +93,15 @@ class Rounds:
         dead: Callable[[], frozenset[str]],
         expect: Callable[[Iterable[str]], None],
         summaries: Callable[[], dict[str, Summary]],
-        save: Callable[[Applied | None, CheckedCommit | None, Work | None], Awaitable[None]],
+        save: Callable[[Applied | None, CheckedCommit | None, Work | None], Awaitable[bool]],
         say: Log,
         hold: Callable[[str, int], Awaitable[None]],
         started: asyncio.Event,
     ) -> None:
         """
         Args:
-            save: makes a new state durable (or, with None, the present one with what is booked) and records metrics.
+            save: makes a new state durable (or, with None, the present one with what is booked), records metrics, and
+                says whether it succeeded.
             hold: test-only: waits while a test holds this peer in the named phase of the named round.
             started: training waits for it (a demo starts all peers at once).
         """
@@ -138,6 +139,9 @@ class Rounds:
         self._stopping = asyncio.Event()
         self._replaced = asyncio.Event()
         self._closing: str | None = None
+        self._saved = True  # the state is on disk
+        self._save_tried = 0.0
+        self._unsaved: b.BallotRecord | None = None  # what the journal has not taken yet
         self._round_started = 0.0
         self._observers_seen = False
 
@@ -261,7 +265,7 @@ class Rounds:
                 self._timer.cancel()
             done = await self._await_trainer(trainer)
         if self.state is not state:
-            await self._save(None, None, done)  # replaced by a download
+            self._saved = await self._save(None, None, done)  # replaced by a download
         elif self._decided.done():
             await self._conclude(self._decided.result(), done, "")
         elif done is not None:
@@ -294,6 +298,7 @@ class Rounds:
             dead=self._dead(),
         )
         self._decided = asyncio.get_running_loop().create_future()
+        self._unsaved = None
         self._events = asyncio.Queue(maxsize=4096)
         self._observers_seen = False
         self._round_started = self._clock.now()
@@ -377,7 +382,7 @@ class Rounds:
             event = await self._events.get()
             before = ballot.phase
             actions = ballot.handle(self._clock.now(), event)
-            muted = False
+            muted = not await self._durable()
             for action in actions:
                 muted = await self._perform(action, muted)
             if ballot.phase is not before and ballot.phase is not b.Phase.DECIDED:
@@ -389,11 +394,8 @@ class Rounds:
         """One action. Returns whether the rest of its batch must not be sent (a promise that is not durable)."""
         match action:
             case b.Persist(record):
-                try:
-                    await self._clock.run(lambda: self._journal.save_ballot(record))
-                except JournalFull as error:
-                    self._say("not voting: the journal cannot be written", level="error", cause=str(error))
-                    return True
+                self._unsaved = record
+                return not await self._durable()
             case b.Send(to, message) if not muted:
                 envelope = ballot_wire.encode(message, self._identity, self._run_id)
                 for peer in to:
@@ -416,6 +418,24 @@ class Rounds:
             case b.Note(reason):
                 self._say("ballot", level="debug", round=self.state.round + 1, reason=reason)
         return muted
+
+    async def _durable(self) -> bool:
+        """Whether all that a message may reveal is on disk: the state that this round stands on, then promise and votes.
+
+        What could not be written is tried again before every batch, and until it succeeds nothing is sent: the ballot
+        counts a record as durable once it asked for it.
+        """
+        if not self._saved and self._clock.now() - self._save_tried > FETCH_RETRY_SECONDS:
+            self._save_tried = self._clock.now()
+            self._saved = await self._save(None, None, None)
+        if self._unsaved is not None and self._saved:
+            record = self._unsaved
+            try:
+                await self._clock.run(lambda: self._journal.save_ballot(record))
+                self._unsaved = None
+            except JournalFull as error:
+                self._say("not voting: the journal cannot be written", level="error", cause=str(error))
+        return self._saved and self._unsaved is None
 
     def _begin_exchange(self, roster: Roster) -> None:
         if roster.exchange is Exchange.RING_DENSE:
@@ -470,7 +490,7 @@ class Rounds:
                 return await self._catch_up.download(self, f"chunks of round {checked.value.round} are gone")
         applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, rules, reduced=reduced))
         self.install(applied, checked)
-        await self._save(applied, checked, work)
+        self._saved = await self._save(applied, checked, work)
         self.durable_round = applied.state.round
         self.progress.rounds_done += 1
         self._say(
