@@ -53,10 +53,11 @@ class Dht:
 
     def __init__(self, identity: Identity, identity_path: Path, run_id: bytes) -> None:
         self._identity, self._path, self._run_id = identity, identity_path, run_id
+        self._p2p: Any = None
         self._node: Any = None
 
     async def start(self, listen: str, bootstrap: Sequence[str]) -> list[str]:
-        """Join (or found) the DHT; its own multiaddresses. Takes as long as it takes: the caller shows that it waits.
+        """Join (or found) the DHT; its own multiaddresses. hivemind's own deadlines bound it (15 s for its process to start).
 
         Raises:
             ShoalError: code DEPENDENCY without hivemind, UNREACHABLE when no bootstrap peer answers.
@@ -73,38 +74,45 @@ class Dht:
             ) from None
         try:
             self._p2p = await P2P.create(
-                identity_path=str(self._path), host_maddrs=[listen], initial_peers=list(bootstrap) or None
+                identity_path=str(self._path),
+                host_maddrs=[listen],
+                initial_peers=list(bootstrap) or None,
+                # hivemind's check reads RSA keys only and fails with ours. Our lock on the file and the handshake's
+                # refusal of a second session do its work.
+                check_if_identity_free=False,
             )
             self._node = await DHTNode.create(p2p=self._p2p, initial_peers=list(bootstrap) or None, num_workers=2)
-        except Exception as error:
+            visible = await self._p2p.get_visible_maddrs()
+        except Exception as error:  # hivemind names no family of errors: libp2p's, its own, OSError, assertions
+            await self.close()
             raise ShoalError(
                 "The DHT could not be joined",
                 values=f"bootstrap {list(bootstrap) or 'none'}: {type(error).__name__}: {error}",
                 todo="Check node.dht.bootstrap and node.dht.listen, or set node.dht.enabled = false.",
                 code=ExitCode.UNREACHABLE,
             ) from None
-        return [str(m) for m in await self._p2p.get_visible_maddrs()]
+        return [str(m) for m in visible]
 
     @property
     def _key(self) -> str:
         return f"shoal/v1/{self._run_id.hex()}"
 
     async def announce(self, addresses: Sequence[str]) -> bool:
-        """Store our record; False when the DHT did not take it in time."""
+        """Store our record; False when the DHT did not take it, in time or at all: it is only a way to be found."""
         from hivemind.utils import get_dht_time
 
         record = sign_addresses(self._identity, self._run_id, addresses)
         store = self._node.store(self._key, record, get_dht_time() + RECORD_SECONDS, subkey=self._identity.peer_id)
         try:
             return bool(await asyncio.wait_for(store, CALL_SECONDS))
-        except asyncio.TimeoutError:
+        except Exception:  # as in `start`; the timeout is one of them
             return False
 
     async def find(self) -> dict[str, list[str]]:
         """Peers of this run and their addresses; records that do not verify are left out."""
         try:
             found = await asyncio.wait_for(self._node.get(self._key, latest=True), CALL_SECONDS)
-        except asyncio.TimeoutError:
+        except Exception:  # as in `start`; the timeout is one of them
             return {}
         peers: dict[str, list[str]] = {}
         if found is None or not isinstance(found.value, dict):
@@ -119,7 +127,11 @@ class Dht:
         return peers
 
     async def close(self) -> None:
-        if self._node is not None:
-            await self._node.shutdown()
-            await self._p2p.shutdown()
-            self._node = None
+        """Leave the DHT and end its process. May be called at any time, and again."""
+        node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
+        try:
+            if node is not None:
+                await node.shutdown()
+        finally:
+            if p2p is not None:
+                await p2p.shutdown()
