@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
@@ -10,16 +11,23 @@ from . import limits
 from .errors import PeerFault
 from .identity import Identity
 from .invite import check_address
-from .membership import Kind, Message, Record, State
+from .membership_events import Kind, Message, Record, State
 from .signing import sign_body, verify_body
-from .wire_pb2 import MemberRecord, Signed, Swim
+from .wire_pb2 import MemberRecord, Signed, Summary, Swim
+
+# The largest honest record has ADDRESSES_MAX addresses of ADDRESS_CHARS_MAX; records are kept and passed on as they came,
+# so what is appended to one in fields that nobody knows would be kept by everybody. RUMOURS_PER_MESSAGE_MAX of them, with
+# their signatures, fit into MESSAGE_BYTES_MAX.
+RECORD_BYTES_MAX = limits.ADDRESSES_MAX * (limits.ADDRESS_CHARS_MAX + 3) + 256
 
 _ROLES = {State.ALIVE: "alive", State.SUSPECT: "suspect", State.DEAD: "dead", State.LEFT: "left"}
+_STATES = {state.value for state in State}
+_KINDS = {kind.value for kind in Kind}
 
 
-def _need(condition: bool, detail: str) -> None:
+def _need(condition: bool, detail: str, kind: str = "bad_rumour") -> None:
     if not condition:
-        raise PeerFault("bad_rumour", detail)
+        raise PeerFault(kind, detail)
 
 
 def sign_record(identity: Identity, run_id: bytes, record: Record) -> Record:
@@ -35,59 +43,81 @@ def sign_record(identity: Identity, run_id: bytes, record: Record) -> Record:
         samples_per_s=record.samples_per_s,
     )
     signed = sign_body(identity, "member", _ROLES[record.state], run_id, wire.SerializeToString(deterministic=True))
-    return Record(**{**record.__dict__, "signed": signed.SerializeToString(deterministic=True)})
+    return replace(record, signed=signed.SerializeToString(deterministic=True))
 
 
 def open_record(signed: Signed, run_id: bytes) -> Record:
-    """Verify one rumour. Raises PeerFault("bad_rumour" or "bad_signature")."""
+    """Verify one rumour. Raises PeerFault("bad_rumour", "bad_signature" or "bad_peer_id")."""
+    _need(len(signed.body) <= RECORD_BYTES_MAX, f"record of {len(signed.body)} bytes, limit {RECORD_BYTES_MAX}")
     wire = MemberRecord()
     try:
         wire.ParseFromString(signed.body)
     except DecodeError as error:
         raise PeerFault("bad_rumour", str(error)) from None
-    _need(wire.state in set(State), f"state {wire.state}")
+    _need(wire.state in _STATES, f"state {wire.state}")
     state = State(wire.state)
     _need(0 < len(wire.peer) <= limits.PEER_ID_CHARS_MAX, "peer id of impossible length")
-    _need(max(wire.incarnation, wire.counter) <= limits.INT64_MAX, "impossible numbers")
-    _need(len(wire.boot_id) in (0, 16), f"boot id of {len(wire.boot_id)} bytes")
-    _need(len(wire.addresses) <= limits.ADDRESSES_MAX, f"{len(wire.addresses)} addresses")
-    _need(math.isfinite(wire.samples_per_s) and wire.samples_per_s >= 0, "impossible speed")
-    try:
-        addresses = tuple(check_address(a) for a in wire.addresses)
-    except ValueError as error:
-        raise PeerFault("bad_rumour", str(error)) from None
+    _need(len(wire.reporter) <= limits.PEER_ID_CHARS_MAX, "reporter of impossible length")
+    # A counter of 0 is what nobody has signed yet.
+    _need(wire.incarnation <= limits.INT64_MAX and 0 < wire.counter <= limits.INT64_MAX, "impossible numbers")
     own = state in (State.ALIVE, State.LEFT)
     signer = wire.peer if own else wire.reporter
     _need(bool(signer) and (own or signer != wire.peer), "a report without a reporter")
     verify_body(signed, signer, "member", _ROLES[state], run_id)
-    return Record(
+    record = Record(
         peer=wire.peer,
         state=state,
         incarnation=wire.incarnation,
         counter=wire.counter,
-        boot_id=wire.boot_id,
-        addresses=addresses,
-        reporter="" if own else wire.reporter,
-        samples_per_s=wire.samples_per_s,
         signed=Signed(body=signed.body, signature=signed.signature).SerializeToString(deterministic=True),
     )
+    if not own:
+        return replace(record, reporter=wire.reporter)
+    _need(len(wire.boot_id) in (0, 16), f"boot id of {len(wire.boot_id)} bytes")
+    _need(len(wire.addresses) <= limits.ADDRESSES_MAX, f"{len(wire.addresses)} addresses")
+    _need(math.isfinite(wire.samples_per_s) and wire.samples_per_s >= 0, "impossible speed")
+    try:
+        addresses = tuple(check_address(address) for address in wire.addresses)
+    except ValueError as error:
+        raise PeerFault("bad_rumour", str(error)) from None
+    return replace(record, boot_id=wire.boot_id, addresses=addresses, samples_per_s=wire.samples_per_s)
+
+
+def open_summary(summary: Summary) -> Summary:
+    """A copy that can be kept: within its limits and without fields that nobody knows. Raises PeerFault("bad_summary")."""
+    for each in (summary.lineage, summary.state_hash):
+        _need(len(each) in (0, 32), f"hash of {len(each)} bytes", "bad_summary")
+    numbers = max(summary.round, summary.open_round, summary.total_weight)
+    _need(numbers <= limits.INT64_MAX, "impossible numbers", "bad_summary")
+    _need(summary.samples <= limits.WEIGHT_MAX, f"{summary.samples} samples", "bad_summary")
+    kept = Summary()
+    kept.CopyFrom(summary)
+    kept.DiscardUnknownFields()
+    return kept
 
 
 def encode(message: Message) -> Swim:
     """To the wire; rumours without a signature are left out."""
-    return Swim(
+    wire = Swim(
         kind=message.kind.value,  # pyright: ignore[reportArgumentType]
         nonce=message.nonce,
         target=message.target,
-        rumours=[Signed.FromString(r.signed) for r in message.rumours if r.signed],
+        rumours=[Signed.FromString(record.signed) for record in message.rumours if record.signed],
     )
+    if message.summary is not None:
+        wire.summary.CopyFrom(message.summary)
+    return wire
 
 
 def decode(wire: Swim, run_id: bytes) -> Message:
-    """From the wire. Raises PeerFault."""
-    _need(wire.kind in set(Kind), f"kind {wire.kind}")
+    """From the wire. Raises PeerFault; then nothing of the message may be used."""
+    _need(wire.kind in _KINDS, f"kind {wire.kind}")
     _need(len(wire.rumours) <= limits.RUMOURS_PER_MESSAGE_MAX, f"{len(wire.rumours)} rumours")
     _need(len(wire.target) <= limits.PEER_ID_CHARS_MAX, "target of impossible length")
     return Message(
-        Kind(wire.kind), wire.nonce, wire.target, tuple(open_record(signed, run_id) for signed in wire.rumours)
+        Kind(wire.kind),
+        wire.nonce,
+        wire.target,
+        tuple(open_record(signed, run_id) for signed in wire.rumours),
+        open_summary(wire.summary) if wire.HasField("summary") else None,
     )
