@@ -1,13 +1,19 @@
-"""The bytes of a compressed update: Golomb-Rice coded gaps, packed codes, fp16 scales. Sizes follow from the setting.
+"""The bytes of a compressed update. Sizes follow from the setting, so that nothing in a payload announces a size.
 
-    version (1) | scales fp16 [chunks, 2] | codes, `bits` each | gap remainders, r bits each | gap quotients, unary
+    version (1) | below fp32: exponent int16 | below fp16: scales [chunks, 2], codes
+                | fp16, fp32: values         | unless all are kept: indices as a set of positions in [0, d)
 
-How many coordinates are kept is a function of d and the setting, and so is the Rice parameter r, so the payload carries
-neither: there is exactly one encoding of given scales, codes and indices. Gaps between kept indices are close to
-geometric, for which Golomb coding is within a few per cent of the entropy (S. W. Golomb, "Run-length encodings", 1966);
-keeping remainders and unary quotients in separate streams lets numpy do both without a loop over coordinates.
+* *exponent*: scales and fp16 values count in units of 2^exponent, chosen so that the largest uses the top of its range: updates
+  of 1e-9 travel as well as those of 1.
+* *scales*: `low` and `step` as small unsigned floats of 5 exponent bits and 3 mantissa bits up to 2-bit codes, 7 at 4 bits, 11
+  at 8 bits: 2, 3 or 4 bytes a chunk.
+* *codes*: `level << 1 | sign`. `fine` (1 byte) low bits of every code are stored as they are. The rest, `coarse`, in planes: of
+  those that reach t - 1, the set that reaches t, for t = 1, 2, … until one is empty (5 bytes of count each). Levels are
+  skewed, small ones are common, and a set of positions costs about its entropy. `fine = bits` means no planes.
 
-Hostile input: every size is checked against `Form` before anything is unpacked. Raises PeerFault("bad_payload").
+One encoding of given scales, codes and indices: `read` writes again what it read and refuses anything else, which covers
+padding, trailing bytes and every choice a writer has. Raises PeerFault("bad_payload"). It allocates in proportion to the
+payload alone, because each kept coordinate takes at least a bit of it.
 """
 
 from __future__ import annotations
@@ -17,8 +23,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..protocol.errors import PeerFault
+from .bitstreams import (
+    Reader,
+    positions_bytes_max,
+    positions_bytes_min,
+    read_numbers,
+    read_positions,
+    write_numbers,
+    write_positions,
+)
 
-VERSION = 1
+VERSION = 2
+COUNT_BYTES = 5  # a plane's count; layouts have at most 2^40 coordinates
+EXPONENT_BITS = 5  # of a scale
+EXPONENTS = range(-200, 121)  # of a payload; what fp32 can need
 
 
 @dataclass(frozen=True)
@@ -43,140 +61,151 @@ class Form:
         return self.full_chunks * self.kept + self.kept_last
 
     @property
+    def counts(self) -> np.ndarray:
+        """int64 [chunks], coordinates kept in each."""
+        counts = np.full(self.chunks, self.kept, np.int64)
+        if self.kept_last:
+            counts[-1] = self.kept_last
+        return counts
+
+    @property
+    def scale_mantissa(self) -> int:
+        """Mantissa bits of a scale: the more levels, the finer. Below 8 bits each is a noticeable part of the payload."""
+        return {1: 3, 2: 3, 4: 7, 8: 11}.get(self.bits, 0)
+
+    @property
     def scale_bytes(self) -> int:
-        return 4 * self.chunks if self.bits < 16 else 0
+        """Of both scales of a chunk."""
+        return 2 * (EXPONENT_BITS + self.scale_mantissa) // 8
 
     @property
-    def code_bytes(self) -> int:
-        return -(-self.total * self.bits // 8)
+    def head_bytes(self) -> int:
+        """Version, exponent and scales."""
+        if self.bits >= 16:
+            return 1 if self.bits == 32 else 3
+        return 3 + self.chunks * self.scale_bytes
 
-    @property
-    def rice(self) -> int:
-        """Remainder bits r: the largest 2^r up to 0.98 of the mean gap, which costs least for geometric gaps.
 
-        In integers, because every peer must find the same r.
-        """
-        return max(1, 98 * self.d // (100 * self.total)).bit_length() - 1
+@dataclass(frozen=True)
+class Symbols:
+    """What a payload says, before it is numbers.
 
-    @property
-    def remainder_bytes(self) -> int:
-        return 0 if self.dense else -(-self.total * self.rice // 8)
+    Attributes:
+        exponent: of the unit; 0 at fp32.
+        scales: uint16 [chunks, 2], low and step; [0, 2] from fp16 on.
+        codes: [total] uint8, or the values as fp16 or fp32.
+        indices: int64 [total] strictly ascending; None when all coordinates are kept.
+    """
 
-    @property
-    def unary_bits_max(self) -> int:
-        return 0 if self.dense else self.total + (self.d >> self.rice)
-
-    @property
-    def fixed_bytes(self) -> int:
-        return 1 + self.scale_bytes + self.code_bytes + self.remainder_bytes
+    exponent: int
+    scales: np.ndarray
+    codes: np.ndarray
+    indices: np.ndarray | None
 
 
 def max_bytes(form: Form) -> int:
     """No valid payload of this form is longer."""
-    return form.fixed_bytes + -(-form.unary_bits_max // 8)
+    codes = form.total * form.bits // 8 if form.bits >= 16 else 1 + form.bits * -(-form.total // 8)
+    return form.head_bytes + codes + (0 if form.dense else positions_bytes_max(form.total, form.d))
 
 
-def write(form: Form, scales: np.ndarray, codes: np.ndarray, indices: np.ndarray | None) -> bytes:
-    """Args: scales fp16 [chunks, 2 or 0]; codes [total] (uint8, fp16 or fp32); indices int64 [total] ascending, or None."""
-    parts = [bytes([VERSION]), scales.astype("<f2").tobytes()]
-    parts.append(_pack(codes, form.bits) if form.bits < 16 else codes.astype(f"<f{form.bits // 8}").tobytes())
-    if indices is not None:
-        gaps = np.diff(indices, prepend=-1) - 1
-        r = form.rice
-        parts.append(_pack_wide(gaps & ((1 << r) - 1), r))
-        ends = np.cumsum((gaps >> r) + 1) - 1
-        unary = np.zeros(int(ends[-1]) + 1, np.uint8)
-        unary[ends] = 1
-        parts.append(np.packbits(unary).tobytes())
+def min_bytes(form: Form) -> int:
+    """No valid payload of this form is shorter: signs at least, and a bit for each index."""
+    codes = form.total * form.bits // 8 if form.bits >= 16 else 1 + -(-form.total // 8)
+    return form.head_bytes + codes + (0 if form.dense else positions_bytes_min(form.total))
+
+
+def write(form: Form, symbols: Symbols) -> bytes:
+    """The payload."""
+    parts = [bytes([VERSION])]
+    if form.bits < 32:
+        parts.append(symbols.exponent.to_bytes(2, "little", signed=True))
+    if form.bits < 16:
+        parts += [_write_scales(symbols.scales, form), _write_codes(symbols.codes, form.bits)]
+    else:
+        parts.append(symbols.codes.astype(f"<f{form.bits // 8}").tobytes())
+    if symbols.indices is not None:
+        parts.append(write_positions(symbols.indices, form.d))
     return b"".join(parts)
 
 
-def read(form: Form, payload: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Scales fp16 [chunks, 2], codes [total], indices int64 [total] or None. Raises PeerFault("bad_payload")."""
-    if not form.fixed_bytes <= len(payload) <= max_bytes(form):
-        raise PeerFault("bad_payload", f"{len(payload)} bytes, expected {form.fixed_bytes} to {max_bytes(form)}")
+def read(form: Form, payload: bytes) -> Symbols:
+    """Inverse of `write`. Raises PeerFault("bad_payload") on anything that `write` cannot give for this form."""
+    if not min_bytes(form) <= len(payload) <= max_bytes(form):
+        raise PeerFault("bad_payload", f"{len(payload)} bytes, expected {min_bytes(form)} to {max_bytes(form)}")
     if payload[0] != VERSION:
         raise PeerFault("bad_payload", f"version {payload[0]}, expected {VERSION}")
-    at = 1
-    scales = np.zeros((0, 2), np.float16)
+    source = Reader(payload)
+    source.take(1)
+    exponent = 0
+    if form.bits < 32:
+        exponent = int.from_bytes(source.take(2).tobytes(), "little", signed=True)
+        if exponent not in EXPONENTS:
+            raise PeerFault("bad_payload", f"exponent {exponent}")
     if form.bits < 16:
-        scales = np.frombuffer(payload, "<f2", 2 * form.chunks, at).reshape(-1, 2)
-        if not np.isfinite(scales).all() or (np.signbit(scales)).any():
-            raise PeerFault("bad_payload", "a scale is negative or not finite")
-    at += form.scale_bytes
-    raw = payload[at : at + form.code_bytes]
-    codes = _unpack(raw, form.bits, form.total)
-    at += form.code_bytes
-    if form.dense:
-        return scales, codes, None
-    low = _unpack_wide(payload[at : at + form.remainder_bytes], form.rice, form.total)
-    at += form.remainder_bytes
-    return scales, codes, _read_indices(form, low, payload[at:])
+        scales = _read_scales(source, form)
+        codes = _read_codes(source, form.total, form.bits)
+    else:
+        scales = np.zeros((0, 2), np.uint16)
+        codes = source.take(form.total * form.bits // 8).view(f"<f{form.bits // 8}")
+    indices = None
+    if not form.dense:
+        indices = read_positions(source, form.total, form.d)
+        if not np.array_equal(np.bincount(indices // form.chunk, minlength=form.chunks), form.counts):
+            raise PeerFault("bad_payload", "a chunk has another number of indices than the setting keeps")
+    symbols = Symbols(exponent, scales, codes, indices)
+    if write(form, symbols) != payload:
+        raise PeerFault(
+            "bad_payload", "not the one encoding of what it says (padding, trailing bytes or a costlier form)"
+        )
+    return symbols
 
 
-def _read_indices(form: Form, low: np.ndarray, stream: bytes) -> np.ndarray:
-    unary = np.unpackbits(np.frombuffer(stream, np.uint8))
-    ends = np.flatnonzero(unary)
-    if ends.size != form.total:
-        raise PeerFault("bad_payload", f"{ends.size} indices, expected {form.total}")
-    if unary.size - int(ends[-1]) > 8:
-        raise PeerFault("bad_payload", "trailing bytes after the last index")
-    gaps = ((np.diff(ends, prepend=-1) - 1) << form.rice) | low
-    indices = np.cumsum(gaps + 1) - 1
-    if int(indices[-1]) >= form.d:
-        raise PeerFault("bad_payload", f"index {int(indices[-1])} of {form.d} coordinates")
-    per_chunk = np.bincount(indices // form.chunk, minlength=form.chunks)
-    expected = np.full(form.chunks, form.kept)
-    if form.kept_last:
-        expected[-1] = form.kept_last
-    if not np.array_equal(per_chunk, expected):
-        raise PeerFault("bad_payload", "a chunk has another number of indices than the setting keeps")
-    return indices
+def _write_scales(scales: np.ndarray, form: Form) -> bytes:
+    width = EXPONENT_BITS + form.scale_mantissa
+    both = scales[:, 0].astype("<u4") | scales[:, 1].astype("<u4") << np.uint32(width)
+    return both.astype("<u4", copy=False).view(np.uint8).reshape(-1, 4)[:, : form.scale_bytes].tobytes()
 
 
-def _pack(codes: np.ndarray, bits: int) -> bytes:
-    """uint8 codes below 2^bits, `bits` in 1, 2, 4, 8, first code in the low bits."""
-    if bits == 8:
-        return codes.astype(np.uint8).tobytes()
-    per = 8 // bits
-    padded = np.zeros(-(-codes.size // per) * per, np.uint8)
-    padded[: codes.size] = codes
-    lanes = padded.reshape(-1, per)
-    packed = lanes[:, 0].copy()
-    for lane in range(1, per):
-        packed |= lanes[:, lane] << (bits * lane)
-    return packed.tobytes()
+def _read_scales(source: Reader, form: Form) -> np.ndarray:
+    width = EXPONENT_BITS + form.scale_mantissa
+    raw = np.zeros((form.chunks, 4), np.uint8)
+    raw[:, : form.scale_bytes] = source.take(form.chunks * form.scale_bytes).reshape(-1, form.scale_bytes)
+    both = raw.view("<u4")[:, 0]
+    return np.stack([both & np.uint32((1 << width) - 1), both >> np.uint32(width)], axis=1).astype(np.uint16)
 
 
-def _unpack(raw: bytes, bits: int, count: int) -> np.ndarray:
-    if bits >= 16:
-        return np.frombuffer(raw, f"<f{bits // 8}", count)
-    packed = np.frombuffer(raw, np.uint8)
-    if bits == 8:
-        return packed
-    per = 8 // bits
-    lanes = np.stack([(packed >> (bits * lane)) & (2**bits - 1) for lane in range(per)], axis=1).ravel()
-    if lanes[count:].any():
-        raise PeerFault("bad_payload", "padding after the last code is not zero")
-    return lanes[:count]
+def _write_codes(codes: np.ndarray, bits: int) -> bytes:
+    fine = 1
+    if bits == 8:  # leave coarse numbers of about 1, whose planes are few: 127 would be slow
+        fine = max(1, (int((codes >> 1).sum(dtype=np.int64)) // codes.size).bit_length())
+    parts = [bytes([fine]), write_numbers(codes, fine)]
+    alive = codes >> fine
+    for level in range(1, 1 << (bits - fine)):
+        reached = np.flatnonzero(alive >= level)
+        parts += [reached.size.to_bytes(COUNT_BYTES, "little"), write_positions(reached, alive.size)]
+        if not reached.size:
+            break
+        alive = alive[reached]
+    if sum(map(len, parts)) < 1 + bits * -(-codes.size // 8):
+        return b"".join(parts)
+    return bytes([bits]) + write_numbers(codes, bits)
 
 
-def _pack_wide(numbers: np.ndarray, width: int) -> bytes:
-    """Non-negative integers below 2^width, most significant bit first."""
-    if width == 0:
-        return b""
-    shifts = np.arange(width - 1, -1, -1)
-    return np.packbits(((numbers[:, None] >> shifts) & 1).astype(np.uint8)).tobytes()
-
-
-def _unpack_wide(raw: bytes, width: int, count: int) -> np.ndarray:
-    if width == 0:
-        return np.zeros(count, np.int64)
-    bits = np.unpackbits(np.frombuffer(raw, np.uint8))
-    if bits[count * width :].any():
-        raise PeerFault("bad_payload", "padding after the last remainder is not zero")
-    rows = bits[: count * width].reshape(count, width)
-    numbers = np.zeros(count, np.int64)
-    for column in range(width):
-        numbers = (numbers << 1) | rows[:, column]
-    return numbers
+def _read_codes(source: Reader, total: int, bits: int) -> np.ndarray:
+    fine = source.number(1)
+    if not 1 <= fine <= bits:
+        raise PeerFault("bad_payload", f"{fine} fine bits of {bits}")
+    codes = read_numbers(source, total, fine, np.uint8)
+    alive: np.ndarray | None = None
+    for _ in range(1, 1 << (bits - fine)):
+        size = total if alive is None else alive.size
+        count = source.number(COUNT_BYTES)
+        if count > size:
+            raise PeerFault("bad_payload", f"{count} of {size} codes in a plane")
+        if not count:
+            break
+        reached = read_positions(source, count, size)
+        alive = reached if alive is None else alive[reached]
+        codes[alive] += np.uint8(1 << fine)
+    return codes

@@ -1,28 +1,27 @@
 """Top-k and quantization: what of a residual is sent, and the setting that says so.
 
 Covers: `Compression` and its presets, the choice of coordinates (per chunk, so that one loud tensor does not silence the
-others and memory stays linear), the quantizer. The bytes are codec.py's. Error feedback is not here: whatever `encode`
-leaves out stays in the residual (book.py).
-
-Quantizer: per chunk, magnitudes are `low + m * step` with fp16 `low` and `step` and an integer m, plus a sign bit. Kept
-values start at the chunk's threshold, not at zero, so the offset buys back most of a bit. At 1 bit: the mean magnitude; at
-2 bits: the means of the lower and upper half (one Lloyd step); above: evenly spaced from the smallest to the largest.
+others and memory stays linear), the way to symbols and back. The quantizer is quantize.py's, the bytes are codec.py's. Error
+feedback is not here: whatever `encode` leaves out stays in the residual (book.py).
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from ..protocol.errors import ExitCode, PeerFault, ShoalError
+from ..protocol.errors import ExitCode, ShoalError
 from . import codec
+from .quantize import dequantize, fit, half_exponent, quantize, round_scales, scale_exponent
 
 Bits = Literal[1, 2, 4, 8, 16, 32]
 BITS: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 CHUNK_MAX = 2**20
+BLOCK = 2**20  # coordinates worked on at a time, so that the temporaries stay in the cache
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,22 @@ def encode(vector: np.ndarray, compression: Compression) -> bytes:
     """Pick and quantize: fp32 or fp64 [d] → payload. Raises ValueError on NaN, Inf or an empty vector."""
     if vector.ndim != 1 or not vector.size:
         raise ValueError(f"cannot encode a vector of shape {vector.shape}")
-    with np.errstate(over="ignore"):
-        values = vector.astype(np.float32)
-    if not np.isfinite(values).all():
-        raise ValueError("the vector has a NaN, an Inf or a value beyond fp32")
-    form = compression.form(values.size)
-    rows = form.full_chunks * form.chunk
-    picked = [_pick(values[:rows].reshape(-1, form.chunk), form.kept)] if rows else []
-    if form.kept_last:
-        picked.append(_pick(values[rows:].reshape(1, -1), form.kept_last, offset=rows))
-    scales, codes = zip(*(_quantize(v, form.bits) for _, v in picked), strict=True)
-    indices = None if form.dense else np.concatenate([i.ravel() for i, _ in picked])
-    return codec.write(form, np.concatenate(scales), np.concatenate([c.ravel() for c in codes]), indices)
+    form = compression.form(vector.size)
+    indices: list[np.ndarray] = []
+    kept: list[np.ndarray] = []  # fp32 [chunks of a block, kept]
+    for start, stop in _blocks(form):
+        with np.errstate(over="ignore"):
+            block = vector[start:stop].astype(np.float32, copy=False)
+        rows = block.reshape(-1, min(form.chunk, block.size))
+        if not np.isfinite(rows).all():
+            raise ValueError("the vector has a NaN, an Inf or a value beyond fp32")
+        if form.dense:
+            kept.append(rows)
+        else:
+            places = _largest(rows, form.kept if rows.shape[1] == form.chunk else form.kept_last)
+            indices.append(places + start)
+            kept.append(block[places].reshape(len(rows), -1))
+    return codec.write(form, _symbols(form, kept, np.concatenate(indices) if indices else None))
 
 
 def decode(payload: bytes, d: int, compression: Compression) -> Sparse:
@@ -136,24 +139,12 @@ def decode(payload: bytes, d: int, compression: Compression) -> Sparse:
 
     Raises:
         PeerFault("bad_payload"): not exactly what `encode` can write for this d and compression; checked before anything
-            larger than the payload is allocated.
+            much larger than the payload is allocated.
     """
     form = compression.form(d)
-    scales, codes, indices = codec.read(form, payload)
-    if indices is None:
-        indices = np.arange(d, dtype=np.int64)
-    if form.bits >= 16:
-        values = codes.astype(np.float32)
-        if not np.isfinite(values).all():
-            raise PeerFault("bad_payload", "a value is not finite")
-        return Sparse(indices, values)
-    counts = np.full(len(scales), form.kept, np.int64)
-    if form.kept_last:
-        counts[-1] = form.kept_last
-    wide = scales.astype(np.float32)
-    low, step = np.repeat(wide[:, 0], counts), np.repeat(wide[:, 1], counts)
-    magnitude = low + (codes >> 1).astype(np.float32) * step
-    return Sparse(indices, np.where(codes & 1, -magnitude, magnitude))
+    symbols = codec.read(form, payload)
+    indices = symbols.indices if symbols.indices is not None else np.arange(d, dtype=np.int64)
+    return Sparse(indices, dequantize(form, symbols))
 
 
 def max_payload_bytes(d: int, compression: Compression) -> int:
@@ -161,41 +152,48 @@ def max_payload_bytes(d: int, compression: Compression) -> int:
     return codec.max_bytes(compression.form(d))
 
 
-def _pick(rows: np.ndarray, kept: int, offset: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The `kept` largest magnitudes of every row [c, length]: flat indices int64 [c, kept] ascending, and values."""
-    count, length = rows.shape
-    if kept == length:
-        columns = np.broadcast_to(np.arange(length, dtype=np.int64), rows.shape)
-    else:
-        columns = np.argpartition(np.abs(rows), length - kept, axis=1)[:, length - kept :]
-        columns = np.sort(columns, axis=1).astype(np.int64)
-    starts = offset + length * np.arange(count, dtype=np.int64)[:, None]
-    return columns + starts, np.take_along_axis(rows, columns, axis=1)
+def _blocks(form: codec.Form) -> Iterator[tuple[int, int]]:
+    """Bounds of whole chunks, about BLOCK coordinates each, and of the shorter last chunk alone."""
+    end = form.full_chunks * form.chunk
+    step = max(1, BLOCK // form.chunk) * form.chunk
+    yield from ((start, min(start + step, end)) for start in range(0, end, step))
+    if form.kept_last:
+        yield end, form.d
 
 
-def _quantize(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [c, k] → (scales fp16 [c, 2], codes). A code is magnitude << 1 | sign; at 16 and 32 bits it is the value."""
-    if bits >= 16:
-        kind = np.float16 if bits == 16 else np.float32
-        bound = np.float32(np.finfo(kind).max)
-        return np.zeros((len(values), 0), np.float16), np.clip(values, -bound, bound).astype(kind)
-    magnitudes = np.abs(values)
-    levels = 2 ** (bits - 1)
-    least, most = magnitudes.min(axis=1), magnitudes.max(axis=1)
-    if levels == 1:
-        low, step = magnitudes.mean(axis=1), np.zeros_like(least)
-    elif levels == 2:
-        upper = magnitudes > ((least + most) / 2)[:, None]
-        count = upper.sum(axis=1)
-        total, above = magnitudes.sum(axis=1), np.where(upper, magnitudes, 0).sum(axis=1)
-        low = (total - above) / np.maximum(magnitudes.shape[1] - count, 1)
-        step = np.where(count > 0, above / np.maximum(count, 1) - low, 0)
-    else:
-        low, step = least, (most - least) / (levels - 1)
-    half = np.float32(np.finfo(np.float16).max)
-    scales = np.stack([np.minimum(low, half), np.minimum(step, half)], axis=1).astype(np.float16)
-    wide = scales.astype(np.float32)
-    spread = np.where(wide[:, 1] > 0, wide[:, 1], 1)
-    nearest = np.rint((magnitudes - wide[:, :1]) / spread[:, None])
-    index = np.clip(nearest, 0, levels - 1) * (wide[:, 1:] > 0)
-    return scales, (index.astype(np.uint8) << 1) | (values < 0)
+def _largest(rows: np.ndarray, kept: int) -> np.ndarray:
+    """Flat places int64 [c * kept], ascending, of the `kept` largest magnitudes of every row of fp32 [c, length].
+
+    Equal magnitudes: the first ones. Magnitudes are compared as integers, which order the same and partition faster.
+    """
+    length = rows.shape[1]
+    magnitudes = np.abs(rows).view(np.int32)
+    threshold = np.partition(magnitudes, length - kept, axis=1)[:, length - kept, None]
+    chosen = magnitudes >= threshold
+    places = np.flatnonzero(chosen)
+    if places.size == len(rows) * kept:
+        return places
+    tied = np.flatnonzero(chosen.sum(axis=1) > kept)
+    above = magnitudes[tied] > threshold[tied]
+    equal = magnitudes[tied] == threshold[tied]
+    room = kept - above.sum(axis=1, keepdims=True)
+    chosen[tied] = above | (equal & (np.cumsum(equal, axis=1) <= room))
+    return np.flatnonzero(chosen)
+
+
+def _symbols(form: codec.Form, kept: list[np.ndarray], indices: np.ndarray | None) -> codec.Symbols:
+    if form.bits == 32:
+        return codec.Symbols(0, np.zeros((0, 2), np.uint16), np.concatenate([k.ravel() for k in kept]), indices)
+    if form.bits == 16:
+        exponent = half_exponent(max(float(np.abs(k).max()) for k in kept))
+        # 2^-exponent is beyond fp32 only for the tiniest vectors.
+        wide = np.float32 if abs(exponent) < 126 else np.float64
+        halves = np.concatenate(
+            [(k.ravel().astype(wide, copy=False) * 2.0**-exponent).astype(np.float16) for k in kept]
+        )
+        return codec.Symbols(exponent, np.zeros((0, 2), np.uint16), halves, indices)
+    fitted = [fit(np.abs(k), form.bits) for k in kept]
+    exponent = scale_exponent(max(float(f.max()) for f in fitted), form.scale_mantissa)
+    scales = [round_scales(f, exponent, form.scale_mantissa) for f in fitted]
+    codes = [quantize(k, s, exponent, form) for k, s in zip(kept, scales, strict=True)]
+    return codec.Symbols(exponent, np.concatenate(scales), np.concatenate([c.ravel() for c in codes]), indices)

@@ -1,8 +1,6 @@
-"""Compression: decode inverts encode, one encoding each, hostile bytes, and the sizes that the presets promise."""
+"""Compression: what is kept, how well it is quantized, what the presets cost, and which settings there are."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from shoal.aggregation.compress import (
     max_payload_bytes,
     parse_compression,
 )
-from shoal.protocol.errors import PeerFault, ShoalError
+from shoal.protocol.errors import ShoalError
 
 settings = st.builds(
     Compression,
@@ -60,116 +58,73 @@ def test_quantization_keeps_signs_and_stays_within_the_range(setting: Compressio
     sparse = decode(encode(dense, setting), d, setting)
     original = dense[sparse.indices]
     assert not ((np.sign(sparse.values) * np.sign(original)) < 0).any()
-    assert np.abs(sparse.values).max() <= 1.01 * np.abs(dense).max() + 1e-7
+    assert np.abs(sparse.values).max() <= 1.25 * np.abs(dense).max()  # half a cell, and the rounding of scales
 
 
-@given(st.integers(10, 4000), st.integers(0, 2**32 - 1), st.sampled_from(sorted(PRESETS)))
-def test_an_update_never_grows_the_residual(d: int, seed: int, preset: str) -> None:
-    dense = vector(d, seed)
-    sparse = decode(encode(dense, PRESETS[preset]), d, PRESETS[preset])
+vectors = st.builds(
+    lambda d, seed, size, spikes: _spiky(d, seed, size, spikes),
+    st.integers(1, 3000),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1e-30, 1e-12, 1e-2, 1e20]),
+    st.sampled_from([0, 1, 5]),
+)
+
+
+def _spiky(d: int, seed: int, size: float, spikes: int) -> np.ndarray:
+    """Mostly small, some exact zeros, a few a thousand times larger: what a loud coordinate does to its chunk."""
+    rng = np.random.default_rng(seed)
+    values = rng.laplace(size=d) * (rng.random(d) < rng.choice([0.01, 0.5, 1.0]))
+    values[rng.integers(0, d, spikes)] *= 1000
+    return (values * size).astype(np.float32)
+
+
+@given(vectors, settings)
+def test_an_update_never_grows_the_residual(dense: np.ndarray, setting: Compression) -> None:
+    sparse = decode(encode(dense, setting), dense.size, setting)
     left = dense.astype(np.float64)
     left[sparse.indices] -= sparse.values
     assert np.sum(left * left) <= np.sum(dense.astype(np.float64) ** 2) * (1 + 1e-6)
 
 
-@given(st.binary(max_size=300), settings, st.integers(1, 2000))
-def test_fuzz_any_bytes(data: bytes, setting: Compression, d: int) -> None:
-    try:
-        sparse = decode(data, d, setting)
-    except PeerFault as fault:
-        assert fault.kind == "bad_payload"
-    else:
-        assert sparse.indices[-1] < d and np.isfinite(sparse.values).all()
+@given(st.integers(1, 2000), st.integers(0, 2**32 - 1), st.sampled_from(sorted(PRESETS)), st.integers(-60, 60))
+def test_the_unit_does_not_matter(d: int, seed: int, preset: str, power: int) -> None:
+    """Deltas of a learning rate of 1e-9 travel as well as those of 1: a power of two comes out as it went in."""
+    dense, setting = vector(d, seed), PRESETS[preset]
+    plain, scaled = decode(encode(dense, setting), d, setting), decode(encode(dense * 2.0**power, setting), d, setting)
+    assert np.array_equal(scaled.indices, plain.indices)
+    assert np.allclose(scaled.values, plain.values * 2.0**power, rtol=1e-6, atol=0)
 
 
-@given(settings, st.integers(1, 3000), st.integers(0, 2**32 - 1), st.data())
-def test_fuzz_mutated_payloads(setting: Compression, d: int, seed: int, data: st.DataObject) -> None:
-    payload = bytearray(encode(vector(d, seed), setting))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(payload) - 1))
-        payload[at] ^= data.draw(st.integers(1, 255))
-    cut = data.draw(st.integers(0, len(payload)))
-    mutated = bytes(payload[:cut]) if data.draw(st.booleans()) else bytes(payload) + data.draw(st.binary(max_size=2))
-    try:
-        sparse = decode(mutated, d, setting)
-    except PeerFault as fault:
-        assert fault.kind == "bad_payload"
-    else:
-        assert (np.diff(sparse.indices) > 0).all() and sparse.indices[-1] < d and np.isfinite(sparse.values).all()
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_an_exact_zero_stays_zero(bits: int) -> None:
+    dense = np.zeros(64, np.float32)
+    dense[[3, 9, 40]] = [1e-3, -2e-3, 4e-3]
+    sparse = decode(encode(dense, Compression(0.25, bits)), 64, Compression(0.25, bits))
+    assert set(np.flatnonzero(sparse.values)) <= set(np.flatnonzero(dense[sparse.indices]))
+    assert np.abs(sparse.values).sum() > 0
 
 
-def test_indices_have_exactly_one_encoding() -> None:
-    setting = PRESETS["sparseloco"]
-    payload = encode(vector(5000, 1), setting)
-    for tail in (b"\0", b"\x80", b"\0\0"):
-        with pytest.raises(PeerFault):
-            decode(payload + tail, 5000, setting)
-    with pytest.raises(PeerFault):
-        decode(payload[:-1], 5000, setting)
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_vector_of_zeros_decodes_to_zeros(preset: str) -> None:
+    assert not decode(encode(np.zeros(5000, np.float32), PRESETS[preset]), 5000, PRESETS[preset]).values.any()
 
 
-def test_each_kind_of_damage_is_named() -> None:
-    setting = Compression(0.25, 4, chunk=16)
-    good = bytearray(encode(vector(40, 3), setting))
-    form = setting.form(40)
-
-    def fault(change: dict[int, int]) -> str:
-        damaged = bytearray(good)
-        for at, value in change.items():
-            damaged[at] = value
-        with pytest.raises(PeerFault) as caught:
-            decode(bytes(damaged), 40, setting)
-        return caught.value.detail
-
-    assert "version" in fault({0: 9})
-    assert "scale" in fault({2: 0x80})  # sign bit of the first fp16
-    assert "scale" in fault({1: 0x00, 2: 0x7C})  # infinity
-    unary = form.fixed_bytes
-    assert "indices" in fault({unary: 0})
-    few = Compression(0.25, 4, chunk=6)
-    payload = bytearray(encode(vector(6, 3), few))  # two kept of six: padding in codes and remainders
-    assert few.form(6).total == 2
-    payload_32 = bytearray(encode(vector(6, 3), Compression(1.0, 32)))
-    payload_32[1:5] = np.array([np.inf], "<f4").tobytes()
-    with pytest.raises(PeerFault, match="not finite"):
-        decode(bytes(payload_32), 6, Compression(1.0, 32))
-    odd = Compression(0.5, 4, chunk=6)
-    payload = bytearray(encode(vector(6, 3), odd))  # three codes of four bits: half a byte of padding
-    payload[1 + 4 + 1] |= 0xF0
-    with pytest.raises(PeerFault, match="padding after the last code"):
-        decode(bytes(payload), 6, odd)
+def test_of_equal_magnitudes_the_first_are_kept() -> None:
+    sparse = decode(
+        encode(np.array([0, 1, -1, 1, 1, 9, 1, 1], np.float32), Compression(0.5, 32)), 8, Compression(0.5, 32)
+    )
+    assert sparse.indices.tolist() == [1, 2, 3, 5]
 
 
-def test_padding_after_the_remainders_must_be_zero() -> None:
-    setting = Compression(0.25, 8, chunk=12)
-    payload = bytearray(encode(vector(12, 3), setting))
-    form = setting.form(12)
-    assert form.rice == 1 and form.remainder_bytes == 1
-    payload[form.fixed_bytes - 1] |= 1
-    with pytest.raises(PeerFault, match="padding after the last remainder"):
-        decode(bytes(payload), 12, setting)
-
-
-def test_a_chunk_with_too_many_indices_is_refused() -> None:
-    """Both payloads are well formed; the second one's indices all lie in the first chunk."""
-    from shoal.aggregation import codec
-
-    setting = Compression(0.25, 8, chunk=8)
-    form = setting.form(16)
-    scales = np.ones((2, 2), np.float16)
-    codes = np.zeros(4, np.uint8)
-    fine = codec.write(form, scales, codes, np.array([0, 1, 8, 9]))
-    assert decode(fine, 16, setting).indices.tolist() == [0, 1, 8, 9]
-    with pytest.raises(PeerFault, match="another number"):
-        decode(codec.write(form, scales, codes, np.array([0, 1, 2, 3])), 16, setting)
-    with pytest.raises(PeerFault, match="index 16"):
-        decode(codec.write(form, scales, codes, np.array([0, 1, 8, 16])), 16, setting)
-
-
-def test_a_quadratic_blow_up_is_not_possible() -> None:
-    """A few bytes that announce a huge dimension are refused by their length."""
-    with pytest.raises(PeerFault):
-        decode(b"\1" * 100, 2**34, PRESETS["short"])
+def test_the_result_does_not_depend_on_the_block() -> None:
+    """Vectors of more than one working block, with a shorter last chunk, against one chunk at a time."""
+    d, setting = 2**20 + 5000, PRESETS["demo"]
+    dense = vector(d, 8)
+    sparse = decode(encode(dense, setting), d, setting)
+    for start in (0, 2**20 - 4096, 2**20, 2**20 + 4096):
+        part = dense[start : start + 4096]
+        mine = sparse.indices[(sparse.indices >= start) & (sparse.indices < start + part.size)] - start
+        assert set(mine) == set(np.argsort(-np.abs(part))[: setting.kept(part.size)])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e39])
@@ -186,30 +141,34 @@ def test_only_vectors_are_encoded(shape: tuple[int, ...]) -> None:
         encode(np.zeros(shape, np.float32), PRESETS["short"])
 
 
-def test_huge_values_are_clipped_to_what_fp16_holds() -> None:
-    values = np.full(8, 1e30, np.float32)
-    assert decode(encode(values, PRESETS["dense-fp16"]), 8, PRESETS["dense-fp16"]).values.max() == 65504
-    assert np.isfinite(decode(encode(values, PRESETS["short"]), 8, PRESETS["short"]).values).all()
+@pytest.mark.parametrize("setting", [*PRESETS.values(), Compression(0.5, 1), Compression(0.5, 8)])
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 3.4e38])
+def test_the_ends_of_fp32_survive(setting: Compression, size: float) -> None:
+    values = np.full(8, size, np.float32)
+    decoded = decode(encode(values, setting), 8, setting).values
+    assert np.isfinite(decoded).all() and np.allclose(decoded, size, rtol=0.07, atol=1e-45)
 
 
 def test_sizes_keep_their_promise() -> None:
-    """Bits per parameter at d = 2^20, beside the bound of the indices plus the values."""
-    d = 2**20
-    bits = {name: 8 * len(encode(vector(d, 5), setting)) / d for name, setting in PRESETS.items()}
-    assert bits["sparseloco"] < 0.158 < 0.219
-    assert bits["demo"] < 0.50 and bits["long"] < 0.232 and bits["short"] < 0.89
-    for name, setting in PRESETS.items():
-        if not setting.dense:
-            choose = math.lgamma(4097) - math.lgamma(setting.kept(4096) + 1) - math.lgamma(4097 - setting.kept(4096))
-            bound = (choose / math.log(2) + setting.bits * setting.kept(4096)) / 4096
-            assert bound < bits[name] < 1.08 * bound
+    """Bits per parameter at d = 2^18 over the shapes that pseudo-gradients have."""
+    d = 2**18
+    rng = np.random.default_rng(5)
+    shapes = {"student-t": rng.standard_t(3, d), "laplace": rng.laplace(size=d), "normal": rng.standard_normal(d)}
+    for shape, values in shapes.items():
+        dense = (1e-3 * values).astype(np.float32)
+        bits = {name: 8 * len(encode(dense, setting)) / d for name, setting in PRESETS.items()}
+        # SparseLoCo's format takes 0.219; its bound with two whole bits a value is 0.1463, without scales.
+        assert bits["sparseloco"] < 0.151
+        assert bits["demo"] < 0.46 and bits["long"] < 0.220 and bits["dense-8bit"] < 7.3
+        if shape == "normal":  # no tail to save on: a hair above or below a twentieth of a dense exchange
+            assert bits["short"] < 0.805
+        else:  # four peers' sparse ring against their dense fp32 one: (n-1) * bits against 2 (n-1) / n * 32
+            assert 3 * bits["short"] * 20 <= 2 * 3 / 4 * 32
 
 
-def test_golden_bytes() -> None:
-    """What peers of another version would read: never change without a new codec version."""
-    values = np.array([0.5, -0.25, 0.0, 1.0, -2.0, 0.125, 0.0, 3.0], np.float32)
-    assert encode(values, Compression(0.5, 4, chunk=8)).hex() == "010038b73520e999"
-    assert encode(values, Compression(1.0, 1, chunk=8)).hex() == "01e03a000012"
+def test_settings_without_indices_cost_their_values() -> None:
+    assert len(encode(vector(1000, 2), PRESETS["dense"])) == 1 + 4000
+    assert len(encode(vector(1000, 2), PRESETS["dense-fp16"])) == 3 + 2000
 
 
 def test_settings_are_checked() -> None:
