@@ -23,7 +23,7 @@ from .merge import UNIT
 
 @dataclass
 class _Own:
-    """One own update in 2^-40 units. `indices` None: dense. `returned`: mass taken out as damped when it was lost."""
+    """One own update in 2^-40 units. `indices` None: dense."""
 
     indices: np.ndarray | None
     fixed: np.ndarray
@@ -74,12 +74,13 @@ class Book:
         self._own[dot].adopted = False
 
     def damp(self, dot: Dot, part: int, whole: int) -> None:
-        """Book part/whole of an update's mass as damped: it counts neither as adopted nor as owed."""
-        if not 0 <= part <= whole or whole < 1:
+        """Book part/whole of an update's mass (rounded down) as damped: it counts neither as adopted nor as owed."""
+        if not 0 <= part <= whole or not 1 <= whole < 2**31:
             raise ValueError(f"cannot damp {part}/{whole} of an update")
         own = self._own[dot]
-        mass = (own.fixed.astype(object) * part // whole).astype(np.int64) if own.fixed.size else own.fixed
-        self._put(self._damped, own, mass)
+        # Exactly floor(fixed * part / whole), in an order of operations that stays within int64.
+        quotient, rest = np.divmod(own.fixed, whole)
+        self._put(self._damped, own, quotient * part + rest * part // whole)
 
     def settle(self, dots: Iterable[Dot]) -> None:
         """Their fate is known everywhere: fold what was adopted into the baseline and forget the updates."""
@@ -150,11 +151,16 @@ class Book:
         """Inverse of `to_arrays`. Raises KeyError or ValueError when something is missing or misshapen."""
         book = cls(len(arrays["learned"]))
         for name in ("learned", "settled", "damped"):
-            setattr(book, f"_{name}", np.array(arrays[name], np.int64))
+            array = np.array(arrays[name], np.int64)
+            if array.shape != (book.d,):
+                raise ValueError(f"{name} of shape {array.shape}, the book has ({book.d},)")
+            setattr(book, f"_{name}", array)
         for number, (peer, incarnation, seq, adopted, sparse) in enumerate(json.loads(bytes(arrays["index"]))):
             indices = np.array(arrays[f"own/{number}/indices"], np.int64) if sparse else None
             fixed = np.array(arrays[f"own/{number}/fixed"], np.int64)
             if fixed.shape != (indices.shape if indices is not None else (book.d,)):
                 raise ValueError(f"own update {number} has {fixed.shape} values")
+            if indices is not None and indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < book.d:
+                raise ValueError(f"own update {number} has an index outside {book.d} coordinates")
             book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted)
         return book
