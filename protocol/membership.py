@@ -12,7 +12,8 @@ hears of its earlier words, and signs one above them.
 
     word newer than known        → adopted; suspicion and reports are void
     report on the newest word    → suspect; each new reporter shortens the timeout; "dead" makes it the least
-    suspicion timeout            → dead, by our own clock only: every member hears the accused before it believes
+    suspicion timeout            → dead, by our own clock only, and only after we asked: every member hears the accused
+                                   before it believes
     old word or report received  → answered with the newer word; about ourselves: refuted
     heard from a suspect itself  → its timeout begins anew: whoever speaks is not dead
     dead or left                 → dialled now and then for ever; its newer word makes it alive again
@@ -66,6 +67,9 @@ INTRODUCTIONS_MAX = 64
 INTRODUCTION_TRIES = 5
 # Newer words sent back with one message.
 CORRECTIONS_MAX = 8
+# About so many members ask a suspect as soon as they hear that it is one; in larger swarms the rest ask at the end of the
+# timeout, if its newer word has not come by itself until then.
+ASKED_AT_ONCE = 32
 # Members that are told goodbye; they pass it on.
 GOODBYES = 8
 
@@ -245,7 +249,7 @@ class Membership:
 
     def _suspect(self, now: float, member: Member, report: Record, reason: str) -> None:
         """Start, confirm or hurry the suspicion of a live member."""
-        peer, old = member.word.peer, member.state
+        peer, old, ask = member.word.peer, member.state, False
         if old not in (State.ALIVE, State.SUSPECT):
             return
         known = report.reporter == self.me.peer or report.reporter in self._table
@@ -255,8 +259,9 @@ class Membership:
             wanted = min(self.config.indirect_probes, n - 2)
             most = least * self.config.suspicion_max_mult
             member.suspicion = Suspicion(now, least_s=least, most_s=most, wanted=wanted)
+            ask = report.reporter == self.me.peer or self._rng.random() < ASKED_AT_ONCE / n
             if self._rng.random() < FEW / n:
-                self._turns.hasten(peer)  # a second opinion, and its chance to refute
+                self._turns.hasten(peer)  # a second opinion, if it does not answer
         elif not known:
             return  # a stranger's name is no independent reporter
         if member.suspicion.confirm(report.reporter):
@@ -264,14 +269,26 @@ class Membership:
             self._tell(report)
         if report.state is State.DEAD and known:
             member.suspicion.hurry()
+        if ask:
+            self._ask(peer, member.suspicion)
         self._settle(now, peer, member, old, reason)
+
+    def _ask(self, peer: str, suspicion: Suspicion) -> None:
+        """Tell a suspect so: its answer carries a newer word."""
+        suspicion.asked = True
+        self._send(peer, Message(Kind.PING, self._rng.getrandbits(63)), "suspect: does it refute?")
 
     def _expire_suspicions(self, now: float) -> None:
         for peer in sorted(self._table.suspects):
             member, suspicion = self._table.get(peer), self._suspicion_of(peer)
-            if member is not None and now >= suspicion.deadline():
-                waited = f"{suspicion.waited_s(now):.1f} s without refutation, {suspicion.reporters} reporters"
-                self._bury(now, member, self._report(member, State.DEAD), waited)
+            if member is None or now < suspicion.deadline():
+                continue
+            if not suspicion.asked:
+                suspicion.shift(now - suspicion.deadline() + self.awareness.scale(2 * self.config.probe_timeout_s))
+                self._ask(peer, suspicion)
+                continue
+            waited = f"{suspicion.waited_s(now):.1f} s without refutation, {suspicion.reporters} reporters"
+            self._bury(now, member, self._report(member, State.DEAD), waited)
 
     def _bury(self, now: float, member: Member, report: Record, reason: str) -> None:
         old = member.state

@@ -20,6 +20,7 @@ class Suspicion:
     def __init__(self, now: float, *, least_s: float, most_s: float, wanted: int) -> None:
         self._started, self._least_s, self._most_s, self._wanted = now, least_s, most_s, wanted
         self._hurried = False
+        self.asked = False  # whether the member was told of it since, and so could answer for itself
         self._reporters: set[str] = set()
 
     @property
