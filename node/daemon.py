@@ -72,6 +72,9 @@ LINGER_SECONDS = 10.0
 # Before a restarted peer votes it tries everybody it knew, so that it does not decide alone what others decided without it.
 REDIAL_SECONDS = 5.0
 REDIAL_SECONDS_MAX = 60.0
+# After a start, members that were not heard of yet are not counted as dead for this long: when everything was killed, the
+# first one back must not go on alone while the others are still starting.
+START_GRACE_SECONDS = 20.0
 
 
 class Daemon:
@@ -100,6 +103,7 @@ class Daemon:
         if not config.node.wait_for_start:
             self._start.set()
         self._held = False
+        self._heard_from: set[str] = set()
         self._started_at = time.monotonic()
         self._closers: list[Callable[[], Any]] = []
 
@@ -576,6 +580,7 @@ class Daemon:
         await self._start_discovery()
         self.ready = True
         self.say("ready", round=self.state.round, parameters=self.state.theta.size, invite=self._invite())
+        asyncio.get_running_loop().call_later(START_GRACE_SECONDS + 0.1, self.rounds.members_changed)
         rounds = asyncio.ensure_future(self.rounds.run())
         self._owned.append(rounds)
         lingering = 0.0
@@ -738,7 +743,7 @@ class Daemon:
             catch_up=self.catch_up,
             post=self.mesh.post,
             alive=self.members.alive,
-            dead=self.members.dead,
+            dead=self._dead,
             expect=self.members.expect,
             summaries=self.members.summaries,
             save=self._save,
@@ -800,6 +805,7 @@ class Daemon:
             self.members.introduce(peer)
 
     def _on_message(self, peer: str, envelope: Envelope) -> None:
+        self._heard_from.add(peer)
         if self.rounds is None or self.members is None:
             return
         kind = envelope.WhichOneof("body")
@@ -820,6 +826,12 @@ class Daemon:
         if first.dot != second.dot or first.dot.peer != notice.peer or first.update_hash == second.update_hash:
             raise PeerFault("bad_ban", "the two headers prove nothing")
         self._ban(notice)
+
+    def _dead(self) -> frozenset[str]:
+        """Members that are dead or have left; soon after a start only those of them that had been heard of."""
+        assert self.members is not None
+        dead = self.members.dead()
+        return dead if time.monotonic() - self._started_at > START_GRACE_SECONDS else dead & self._heard_from
 
     def _heard(self, peer: str, addresses: tuple[str, ...]) -> None:
         self.mesh.news(peer, addresses)
@@ -1014,7 +1026,7 @@ class Daemon:
                 "bytes": self._traffic(),
                 "faults": {k: n for k, n in self.mesh.traffic.faults.items() if not k.startswith("refused_")},
                 "refused": {k: n for k, n in self.mesh.traffic.faults.items() if k.startswith("refused_")},
-                "disk_trouble": self.keeper.trouble,
+                "disk_trouble": self.keeper.trouble or rounds.journal_trouble,
             }
         return status
 

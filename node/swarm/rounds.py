@@ -142,6 +142,7 @@ class Rounds:
         self._saved = True  # the state is on disk
         self._save_tried = 0.0
         self._unsaved: b.BallotRecord | None = None  # what the journal has not taken yet
+        self.journal_trouble = ""  # why the journal cannot be written, for status
         self._round_started = 0.0
         self._observers_seen = False
 
@@ -331,6 +332,7 @@ class Rounds:
         try:
             header = await self._work.publish(state, work)
         except JournalFull as error:
+            self.journal_trouble = str(error)
             self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
         self._feed(b.LocalResult(header))
         self.report_held()
@@ -432,8 +434,9 @@ class Rounds:
             record = self._unsaved
             try:
                 await self._clock.run(lambda: self._journal.save_ballot(record))
-                self._unsaved = None
+                self._unsaved, self.journal_trouble = None, ""
             except JournalFull as error:
+                self.journal_trouble = str(error)
                 self._say("not voting: the journal cannot be written", level="error", cause=str(error))
         return self._saved and self._unsaved is None
 

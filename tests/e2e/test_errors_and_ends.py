@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,12 @@ TINY = '[run]\nlearner = "quadratic"\n[run.quadratic]\ndimension = 16\n[run.admi
 
 
 def shoal(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    config = any("--config" in a for a in arguments)
     env = {
         **os.environ,
         "SHOAL_NODE__DATA_DIR": str(directory / "node"),
         "SHOAL_NODE__LISTEN": "127.0.0.1",
-        "SHOAL_NODE__PORT": "0",
+        **({} if config else {"SHOAL_NODE__PORT": "0"}),
         "SHOAL_NODE__LAN_DISCOVERY": "false",
         **environment,
     }
@@ -119,15 +121,13 @@ def test_other_runs_identities_models_and_strangers_are_refused(tmp_path: Path) 
 
 def test_another_base_model_is_refused(tmp_path: Path) -> None:
     """The manifest says `tiny` of one shape; a joiner that points at other weights is told both hashes."""
-    shape = '[run.model.tiny]\nhidden = 16\nlayers = 1\nheads = 2\nmlp = 16\n[run.task]\neval_size = 4\n'
+    shape = "[run.model.tiny]\nhidden = 16\nlayers = 1\nheads = 2\nmlp = 16\n[run.task]\neval_size = 4\n"
     (tmp_path / "run.toml").write_text(f'[run]\nlearner = "grpo"\n{shape}[run.admission]\nmode = "open"\n')
     (tmp_path / "other.toml").write_text("")
     founder = Node(tmp_path, "n0").start(
         "up", "--config", str(tmp_path / "run.toml"), SHOAL_NODE__WAIT_FOR_START="true"
     )
     try:
-        import time
-
         deadline = time.monotonic() + 100
         while not (founder.status() or {}).get("ready"):
             assert time.monotonic() < deadline and founder.alive, founder.tail()
@@ -196,8 +196,9 @@ def test_a_full_disk_stops_publishing_and_not_training(tmp_path: Path) -> None:
     """The file size limit of the process stands in for a full disk: appends to the journal fail with EFBIG."""
     with swarm(tmp_path, dimension=4000) as one:
         first = one.found()
+        one.join()
         second = one.join()
-        one.wait(lambda: bool((second.status() or {}).get("member")), "the second is a member")
+        one.wait(lambda: len((first.status() or {})["electorate"]) == 3, "three members")
         one.wait_round(max(one.rounds()) + 1)
         assert second.process is not None
         import resource
@@ -205,7 +206,7 @@ def test_a_full_disk_stops_publishing_and_not_training(tmp_path: Path) -> None:
         resource.prlimit(second.process.pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
         one.wait(lambda: bool((second.status() or {}).get("disk_trouble")), "the trouble is shown")
         assert second.alive
-        one.wait_round(one.rounds([first])[0] + 3, [first])
+        one.wait_round(one.rounds([first])[0] + 3, one.nodes[:2])
         resource.prlimit(second.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         one.wait(lambda: not (second.status() or {"disk_trouble": "x"})["disk_trouble"], "it is mended")
         one.wait(lambda: bool((second.status() or {}).get("member")), "the second is a member again")

@@ -39,8 +39,15 @@ def test_three_peers_agree_and_stop_at_the_last_round(tmp_path: Path) -> None:
         assert_book_is_exact(one.nodes)
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-@pytest.mark.parametrize("phase", ["training", "convening", "exchanging", "voting", "committing"])
+def _cases() -> list[object]:
+    """All ten; a few of them in every run, the rest with the slow tests."""
+    quick = {("exchanging", "kill"), ("voting", "kill"), ("convening", "freeze")}
+    phases = ("training", "convening", "exchanging", "voting", "committing")
+    cases = [(phase, how) for phase in phases for how in ("kill", "freeze")]
+    return [pytest.param(*c, marks=[] if c in quick else [pytest.mark.slow], id="-".join(c)) for c in cases]
+
+
+@pytest.mark.parametrize(("phase", "how"), _cases())
 def test_a_member_dies_in_a_phase_and_comes_back(tmp_path: Path, phase: str, how: str) -> None:
     with swarm(tmp_path) as one:
         one.found()
@@ -64,10 +71,11 @@ def test_a_member_dies_in_a_phase_and_comes_back(tmp_path: Path, phase: str, how
         one.wait_round(together)
         one.assert_same_history(from_round=together)
         assert_book_is_exact(one.nodes)
-        assert [(n.status() or {})["faults"] for n in one.nodes] == [{}] * 3
+        faults = [(n.status() or {})["faults"] for n in one.nodes]
+        assert all(f.keys() <= {"state_moved_on"} for f in faults), faults
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_dense_exchange_survives_a_death(tmp_path: Path, how: str) -> None:
     with swarm(tmp_path, exchange="dense", dimension=1000) as one:
         one.found()
@@ -113,6 +121,7 @@ def test_the_convener_dies_before_its_first_word(tmp_path: Path) -> None:
         one.assert_same_history(from_round=together)
 
 
+@pytest.mark.slow
 def test_two_peers_part_and_heal(tmp_path: Path) -> None:
     """Each of two goes on alone, marked split; when both are back one side wins by rule and all bits are equal again."""
     with swarm(tmp_path) as one:
