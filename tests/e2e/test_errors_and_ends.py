@@ -182,10 +182,12 @@ def test_everything_is_killed_and_the_swarm_forms_again(tmp_path: Path) -> None:
         one.wait(lambda: len((one.nodes[0].status() or {})["electorate"]) == 3, "three members")
         one.wait_round(max(one.rounds()) + 2)
         before = max(one.rounds())
+        # A node keeps its port over restarts; otherwise nobody could be found where the others remember it.
+        ports = [str((n.status() or {})["addresses"][0]).rpartition(":")[2] for n in one.nodes]
         for node in one.nodes:
             node.kill()
-        for node in one.nodes:
-            node.start("up")
+        for node, port in zip(one.nodes, ports, strict=True):
+            node.start("up", SHOAL_NODE__PORT=port)
         one.wait_round(before + 3)
         one.assert_same_history(from_round=before + 2)
         assert all(n.ask("book")["exact"] for n in one.nodes)
