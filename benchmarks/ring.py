@@ -170,9 +170,7 @@ async def _shoal(
 # --- hivemind ---------------------------------------------------------------------------------------------------------
 
 
-def run_hivemind(
-    rank: int, n: int, d: int, repeat: int, folder: str, barrier: Callable[[], None]
-) -> list[float]:
+def run_hivemind(rank: int, n: int, d: int, repeat: int, folder: str, barrier: Callable[[], None]) -> list[float]:
     mp.set_start_method("fork", force=True)  # hivemind starts its own processes that way
     import hivemind
     import torch
@@ -206,7 +204,9 @@ def run_hivemind(
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def worker(method: str, rank: int, n: int, d: int, repeat: int, ports: list[int], folder: str, gate: Any, out: Any) -> None:
+def worker(
+    method: str, rank: int, n: int, d: int, repeat: int, ports: list[int], folder: str, gate: Any, out: Any
+) -> None:
     def barrier() -> None:
         gate.wait(180)
 
@@ -268,7 +268,9 @@ def main() -> None:
         if "error" in row:
             print(f"  {row['method']:<17} failed: {row['error'][:90]}")
         else:
-            print(f"  {row['method']:<17} {row['seconds']:8.3f} s   {row.get('against_gloo', float('nan')):6.2f} x gloo")
+            print(
+                f"  {row['method']:<17} {row['seconds']:8.3f} s   {row.get('against_gloo', float('nan')):6.2f} x gloo"
+            )
 
 
 if __name__ == "__main__":

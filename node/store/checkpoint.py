@@ -4,11 +4,14 @@ A checkpoint is a temporary file on the same filesystem, fsynced and renamed; th
 damaged newest one is set aside, loudly, and the one before is used. A reader pins a file by holding it open: a pruned file
 that is being read stays readable until closed. Metadata is JSON in the file's header; there is no pickle anywhere.
 
-The same file serves state downloads (state_sync.py) in its stripped form: `state_file` holds the shared state alone.
+The same format serves state downloads (state_sync.py): `state_parts` is the shared state alone. Equal states give equal bytes
+on every peer, which is what lets a newcomer compare offers and fetch from several peers; safetensors' own writer orders its
+metadata at random, so the (simple) format is written here and read by safetensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from ...protocol import limits
 from ...protocol.errors import ExitCode, ShoalError
@@ -31,6 +33,12 @@ FORMAT = "shoal-checkpoint-1"
 SUFFIX = ".safetensors"
 # Metadata of the largest vector (MEMBERS_MAX origins) stays well below.
 METADATA_BYTES_MAX = 8 * 1024 * 1024
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+# What JSON from elsewhere can make `rebuild_state` raise, besides ValueError.
+_NONSENSE = (KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,37 @@ def rebuild_state(described: Mapping[str, Any], theta: np.ndarray, outer: np.nda
     return state
 
 
+def serialize(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """A safetensors file in parts: its header, then the arrays' own memory. The same arguments give the same bytes.
+
+    Raises ValueError for a dtype that is none of numpy's plain numbers.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    # Wide types first: every array then starts at a multiple of its item size.
+    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        if array.dtype.name not in _DTYPES:
+            raise ValueError(f"{name} has dtype {array.dtype}, which a checkpoint cannot hold")
+        flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
+        start, end = end, end + flat.nbytes
+        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
+        parts.append(flat.view(np.uint8).data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def state_parts(state: SharedState) -> list[bytes | memoryview]:
+    """The shared state alone, as a safetensors file in parts: what a newcomer downloads. Shares the state's memory."""
+    arrays = {"theta": state.theta} if state.outer is None else {"theta": state.theta, "outer": state.outer}
+    described = json.dumps(describe_state(state), sort_keys=True)
+    return serialize(arrays, {"format": FORMAT, "state": described})
+
+
 def state_file(state: SharedState) -> bytes:
-    """The shared state alone, as the bytes of a safetensors file: what a newcomer downloads."""
-    arrays = {"theta": np.ascontiguousarray(state.theta)}
-    if state.outer is not None:
-        arrays["outer"] = np.ascontiguousarray(state.outer)
-    return save(arrays, metadata={"format": FORMAT, "state": json.dumps(describe_state(state))})
+    """`state_parts` in one piece."""
+    return b"".join(state_parts(state))
 
 
 def read_state_file(path: Path, d: int) -> SharedState:
@@ -102,8 +135,8 @@ def read_state_file(path: Path, d: int) -> SharedState:
         if len(described["vector"]) > limits.MEMBERS_MAX or len(described["electorate"]) > limits.ROSTER_MAX:
             raise ValueError("more peers than a run can have")
         return rebuild_state(described, arrays["theta"], arrays.get("outer"))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"damaged metadata: {error}") from None
+    except _NONSENSE as error:
+        raise ValueError(f"damaged metadata: {error!r}") from None
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -141,28 +174,31 @@ class Checkpoints:
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write one, then prune. Raises OSError: every older one is still valid."""
-        arrays = {"state/theta": np.ascontiguousarray(checkpoint.state.theta)}
+        arrays = {"state/theta": checkpoint.state.theta}
         if checkpoint.state.outer is not None:
-            arrays["state/outer"] = np.ascontiguousarray(checkpoint.state.outer)
-        kinds: dict[str, str] = {}
+            arrays["state/outer"] = checkpoint.state.outer
+        as_bytes: list[str] = []
         for prefix, group in (("book", checkpoint.book), ("learner", checkpoint.learner)):
             for name, value in group.items():
                 if isinstance(value, np.ndarray):
-                    arrays[f"{prefix}/{name}"] = np.ascontiguousarray(value)
+                    arrays[f"{prefix}/{name}"] = value
                 else:
-                    kinds[f"{prefix}/{name}"] = "bytes"
+                    as_bytes.append(f"{prefix}/{name}")
                     arrays[f"{prefix}/{name}"] = np.frombuffer(bytes(value), np.uint8)
         metadata = {
             "format": FORMAT,
             "digest": _digest(arrays),
             "state": json.dumps(describe_state(checkpoint.state)),
             "commit": checkpoint.commit.hex(),
-            "bytes": json.dumps(sorted(kinds)),
+            "bytes": json.dumps(sorted(as_bytes)),
             "extra": json.dumps(dict(checkpoint.extra)),
         }
         path = self._folder / f"round-{checkpoint.state.round:010d}{SUFFIX}"
-        write_atomic(path, save(arrays, metadata=metadata))
-        for old in self.paths()[self._keep :]:
+        write_atomic(path, serialize(arrays, metadata))
+        # Files of later rounds belong to a branch that was given up for this state: a restart must not prefer them.
+        paths = self.paths()
+        at = paths.index(path)
+        for old in (*paths[:at], *paths[at + self._keep :]):
             old.unlink(missing_ok=True)
         return path
 
@@ -181,7 +217,7 @@ class Checkpoints:
                 groups[prefix][rest] = array.tobytes() if name in as_bytes else array
             state = rebuild_state(json.loads(metadata["state"]), arrays["state/theta"], arrays.get("state/outer"))
             commit, extra = bytes.fromhex(metadata["commit"]), json.loads(metadata["extra"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except _NONSENSE as error:
             raise ValueError(f"{path.name}: damaged metadata: {error!r}") from None
         return Checkpoint(state, commit, groups["book"], groups["learner"], extra)
 
@@ -198,10 +234,13 @@ class Checkpoints:
             try:
                 return self.load(path)
             except ValueError as error:
+                if not path.exists():
+                    continue  # pruned meanwhile by the node that runs here; a newer one is on the list or about to be
                 problems.append(str(error))
                 if warn is not None:
                     warn(f"checkpoint set aside: {error}")
-                os.replace(path, path.with_name(path.name + ".damaged"))
+                with contextlib.suppress(OSError):  # read-only: it stays, and the one before is used all the same
+                    os.replace(path, path.with_name(path.name + ".damaged"))
         if problems:
             raise ShoalError(
                 "No checkpoint can be read",

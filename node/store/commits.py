@@ -1,18 +1,20 @@
 """Commit records on disk: appended and fsynced, so that a restarted peer knows the decided rounds and can find a fork.
 
 Form: `length (4) | sha-256 of the body, 8 bytes | body`, the body a serialized `Commit`. A torn tail is cut off at opening.
-The file is halved when it holds twice the records kept. What a record proves is protocol/commit.py's business.
+Every append is one write and one fdatasync; a record that failed leaves the file as it was. The file is halved when it
+holds twice the records kept. What a record proves, and which lineage it belongs to, is protocol/commit.py's business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from pathlib import Path
 
 from ...protocol import limits
 from ...protocol.version import sha256
-from .datadir import write_atomic
+from .datadir import TEMPORARY, sync_folder
 
 _HEAD = struct.Struct(">I8s")
 
@@ -21,49 +23,64 @@ class CommitFile:
     """Oldest first. `append` blocks and fsyncs."""
 
     def __init__(self, path: Path, kept: int = limits.COMMIT_RECORDS_KEPT) -> None:
+        """Open or make the file. Raises OSError."""
         self._path, self._kept = path, kept
         self.records: list[bytes] = []
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        data = path.read_bytes()
         end = 0
-        if path.exists():
-            data = path.read_bytes()
-            while end + _HEAD.size <= len(data):
-                size, checksum = _HEAD.unpack_from(data, end)
-                body = data[end + _HEAD.size : end + _HEAD.size + size]
-                if len(body) != size or sha256(body)[:8] != checksum:
-                    break
-                self.records.append(body)
-                end += _HEAD.size + size
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        while end + _HEAD.size <= len(data):
+            size, checksum = _HEAD.unpack_from(data, end)
+            body = data[end + _HEAD.size : end + _HEAD.size + size]
+            if len(body) != size or sha256(body)[:8] != checksum:
+                break
+            self.records.append(body)
+            end += _HEAD.size + size
         os.ftruncate(self._descriptor, end)
         self._end = end
+        sync_folder(path.parent)
 
     def append(self, commit: bytes) -> None:
         """Raises OSError; the file then ends where it did."""
         record = _framed(commit)
         try:
-            written = 0
-            while written < len(record):
-                written += os.pwrite(self._descriptor, record[written:], self._end + written)
-            os.fdatasync(self._descriptor)
+            _write(self._descriptor, record, self._end)
         except OSError:
-            os.ftruncate(self._descriptor, self._end)
+            with contextlib.suppress(OSError):  # a torn record is told by its checksum; the next one overwrites it
+                os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(record)
         self.records.append(commit)
         if len(self.records) > 2 * self._kept:
-            self.replace(self.records[-self._kept :])
+            with contextlib.suppress(OSError):  # the record is safe; a longer file can be halved next time
+                self.replace(self.records[-self._kept :])
 
     def replace(self, commits: list[bytes]) -> None:
-        """Start again with these records (after a state download, or to bound the file)."""
+        """Start again with these records (after a state download, or to bound the file). Raises OSError."""
         data = b"".join(_framed(c) for c in commits)
-        write_atomic(self._path, data)
+        temporary = self._path.with_name(self._path.name + TEMPORARY)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write(descriptor, data, 0)
+            os.replace(temporary, self._path)
+        except OSError:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+            raise
+        # From here on the old file has no name: what is appended must go to the new one.
         os.close(self._descriptor)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        self._end = len(data)
-        self.records = list(commits)
+        self._descriptor, self._end, self.records = descriptor, len(data), list(commits)
+        sync_folder(self._path.parent)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], offset + written)
+    os.fdatasync(descriptor)
 
 
 def _framed(commit: bytes) -> bytes:

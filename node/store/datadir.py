@@ -4,6 +4,7 @@ identity        Ed25519 key (0600)           lock            flock of the runnin
 manifest.json   the run's manifest           genesis         signed Genesis
 journal/        own updates, ballot record   commits         commit records
 checkpoints/    states                       peers.json      peer cache
+updates/        received updates, cache      download-*      unfinished state downloads
 secrets.json    admission key, bindings      metrics.jsonl   history of rounds
 control.sock    local control socket         log.jsonl       structured log
 """
@@ -14,6 +15,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...protocol.errors import ExitCode, ShoalError
@@ -37,8 +39,10 @@ def disk_error(path: Path, error: OSError) -> ShoalError:
     )
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o600) -> None:
     """Replace `path` by `data` or leave it as it was: temporary file beside it, fsync, rename, fsync of the folder.
+
+    `data` may come in parts, so that a large file need not be joined in memory first.
 
     Raises OSError; the temporary file is removed then.
     """
@@ -46,9 +50,10 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            for part in (data,) if isinstance(data, bytes) else data:
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -94,13 +99,17 @@ class DataDir:
                 todo="Stop that process with `shoal leave`, or use another --data-dir.",
                 code=ExitCode.LOCKED,
             ) from None
+        except OSError as error:  # a filesystem that cannot lock
+            os.close(self._lock)
+            raise disk_error(path, error) from None
         try:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-            for folder in (self.checkpoints, self.journal):
+            for folder in (self.checkpoints, self.journal, self.updates):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            for leftover in (*path.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")):
-                leftover.unlink()
+            for folder in (path, self.checkpoints, self.journal):
+                for leftover in folder.glob(f"*{TEMPORARY}"):
+                    leftover.unlink()
             free = shutil.disk_usage(path).free
             if free < FREE_BYTES_MIN:
                 raise OSError(errno.ENOSPC, f"{free} bytes free, at least {FREE_BYTES_MIN} are needed")
@@ -121,6 +130,11 @@ class DataDir:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def updates(self) -> Path:
+        """Cache of received updates: of no use to the next process, which empties it."""
+        return self.path / "updates"
 
     @property
     def identity(self) -> Path:

@@ -6,16 +6,21 @@ message that reveals it.
 
 Form: one file of records `length (4) | kind (1) | sha-256 of kind and body, 16 bytes | body`, appended and fsynced; the
 file is preallocated in steps, so that a full disk is found before a record is half written. A torn or zero tail ends the
-reading. Records that a checkpoint covers are dropped by rewriting the file (temporary, fsync, rename).
+reading. Records that a checkpoint covers are dropped by rewriting the file (temporary, fsync, rename, fsync of the
+folder); until that last step is known to be on disk nothing more is appended, or a crash could bring the old file back
+without what was said since. All system calls that change something go through `Files`.
 
 Does not cover: what the records mean to the round (protocol/ballot_record.py) or the residual (aggregation/book.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +29,8 @@ from typing import Protocol
 import numpy as np
 
 from ...protocol.ballot_record import BallotRecord, decode_record
-from ...protocol.errors import ShoalError
 from ...protocol.version import NO_HEAD, Dot
-from .datadir import sync_folder
+from .datadir import TEMPORARY, sync_folder
 
 _RECORD = struct.Struct(">IB16s")
 _IDENTITY, _UPDATE, _BALLOT = 1, 2, 3
@@ -34,6 +38,8 @@ _UPDATE_FIXED = struct.Struct(">QQQ32s32sIIQ")
 PREALLOCATE_BYTES = 1024 * 1024
 RECORD_BYTES_MAX = 2**31  # a length above this is damage, not a record
 FILE = "journal"
+# `compact` rewrites the file for superseded ballot records alone when they are this much.
+WASTE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class JournalFull(Exception):
@@ -61,7 +67,11 @@ class OwnUpdate:
 
 
 class Files(Protocol):
-    """The system calls that the journal makes; tests hand in a disk that fails."""
+    """The system calls by which the journal changes the disk; tests and the simulator hand in a disk that fails."""
+
+    def create(self, path: Path) -> int:
+        """Open for reading and writing, empty."""
+        ...
 
     def write(self, descriptor: int, data: bytes, offset: int) -> int: ...
 
@@ -69,9 +79,18 @@ class Files(Protocol):
 
     def allocate(self, descriptor: int, offset: int, size: int) -> None: ...
 
+    def truncate(self, descriptor: int, size: int) -> None: ...
+
+    def replace(self, source: Path, target: Path) -> None: ...
+
+    def sync_folder(self, folder: Path) -> None: ...
+
 
 class RealFiles:
     """`Files` on a real disk."""
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def write(self, descriptor: int, data: bytes, offset: int) -> int:
         return os.pwrite(descriptor, data, offset)
@@ -80,14 +99,30 @@ class RealFiles:
         os.fdatasync(descriptor)
 
     def allocate(self, descriptor: int, offset: int, size: int) -> None:
-        os.posix_fallocate(descriptor, offset, size)
+        """Reserve space where the system can; elsewhere a full disk is found by the write itself."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(descriptor, offset, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        sync_folder(folder)
 
 
 class Journal:
-    """An open journal. One writer; methods block (run them in a worker thread)."""
+    """An open journal. Methods block (run them in a worker thread); one at a time, whichever thread calls."""
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
-        """Open or make the journal in `folder` and read what it holds. Raises OSError, ShoalError (damaged record)."""
+        """Open or make the journal in `folder` and read what it holds. Raises OSError."""
         self._folder = folder
         self._files = files or RealFiles()
         self._path = folder / FILE
@@ -96,11 +131,13 @@ class Journal:
         self.last_head = NO_HEAD
         self.updates: list[OwnUpdate] = []
         self._ballot: BallotRecord | None = None
-        self._broken: str | None = None
+        self._lock = threading.RLock()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._end = self._allocated = 0
+        self._superseded = 0  # bytes of ballot records that a later one replaced
+        self._ballot_size = 0
+        self._renamed = True  # the folder entry of the file may not be on disk yet
         self._replay()
-        sync_folder(folder)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -116,10 +153,12 @@ class Journal:
             self._take(kind, body)
             at += _RECORD.size + size
         self._end = at
+        # What a killed process had written but not synced is in the page cache only; what is replayed must stay.
+        self._files.sync(self._descriptor)
         # What follows is a torn write: it must not be read as records after a later, shorter append.
-        if any(data[at:]):
-            os.ftruncate(self._descriptor, at)
-            os.fsync(self._descriptor)
+        if data.count(0, at) != len(data) - at:
+            self._files.truncate(self._descriptor, at)
+            self._files.sync(self._descriptor)
             self._allocated = at
 
     def _take(self, kind: int, body: bytes) -> None:
@@ -131,7 +170,11 @@ class Journal:
             self.updates.append(update)
             self.incarnation, self.last_seq, self.last_head = update.dot.incarnation, update.dot.seq, update.head
         elif kind == _BALLOT:
-            self._ballot = decode_record(body)
+            self._note_ballot(decode_record(body), len(body))
+
+    def _note_ballot(self, record: BallotRecord, size: int) -> None:
+        self._superseded += self._ballot_size
+        self._ballot, self._ballot_size = record, size
 
     def ballot_record(self, round_: int, base_lineage: bytes) -> BallotRecord | None:
         """What was last made durable of this round, if anything."""
@@ -144,11 +187,14 @@ class Journal:
         """Begin a new life, above every one that is known of: no journal, a lost one, or one older than the swarm knows.
 
         Wall time makes it new even if nobody can be asked; `known` makes it new even if the clock is wrong.
+
+        Raises JournalFull: the old life goes on.
         """
-        self.incarnation = max(int(time.time()), known + 1, self.incarnation + 1)
-        self.last_seq, self.last_head = 0, NO_HEAD
-        self._append(_IDENTITY, struct.pack(">QQ", self.incarnation, 0) + NO_HEAD)
-        return self.incarnation
+        with self._lock:
+            incarnation = max(int(time.time()), known + 1, self.incarnation + 1)
+            self._append(_IDENTITY, struct.pack(">QQ", incarnation, 0) + NO_HEAD)
+            self.incarnation, self.last_seq, self.last_head = incarnation, 0, NO_HEAD
+            return incarnation
 
     def next_dot(self, peer: str) -> Dot:
         """The name of the next update. It is taken for good only by `append_update`."""
@@ -156,78 +202,100 @@ class Journal:
 
     def append_update(self, update: OwnUpdate) -> None:
         """Make an own update durable. Raises JournalFull; then its dot was not used. ValueError for a dot that was."""
-        if (update.dot.incarnation, update.dot.seq) != (self.incarnation, self.last_seq + 1):
-            raise ValueError(f"{update.dot} does not follow seq {self.last_seq} of incarnation {self.incarnation}")
-        self._append(_UPDATE, _encode_update(update))
-        self.updates.append(update)
-        self.last_seq, self.last_head = update.dot.seq, update.head
+        with self._lock:
+            if (update.dot.incarnation, update.dot.seq) != (self.incarnation, self.last_seq + 1):
+                raise ValueError(f"{update.dot} does not follow seq {self.last_seq} of incarnation {self.incarnation}")
+            if not self.incarnation:
+                raise ValueError("no incarnation has been started")
+            self._append(_UPDATE, _encode_update(update))
+            self.updates.append(update)
+            self.last_seq, self.last_head = update.dot.seq, update.head
 
     def save_ballot(self, record: BallotRecord) -> None:
         """Make promise and votes durable. Raises JournalFull."""
-        self._append(_BALLOT, record.encode())
-        self._ballot = record
+        body = record.encode()
+        with self._lock:
+            self._append(_BALLOT, body)
+            self._note_ballot(record, len(body))
 
     def _append(self, kind: int, body: bytes) -> None:
-        record = _RECORD.pack(len(body), kind, _checksum(kind, body)) + body
+        record = _framed(kind, body)
         try:
+            if self._renamed:
+                self._files.sync_folder(self._folder)
+                self._renamed = False
             if self._end + len(record) > self._allocated:
                 grow = max(PREALLOCATE_BYTES, len(record))
                 self._files.allocate(self._descriptor, self._allocated, grow)
                 self._allocated += grow
-            written = 0
-            while written < len(record):
-                written += self._files.write(self._descriptor, record[written:], self._end + written)
+            self._write(self._descriptor, record, self._end)
             self._files.sync(self._descriptor)
         except OSError as error:
             self._undo()
             raise JournalFull(f"{self._path}: {error.strerror or error}") from None
         self._end += len(record)
 
+    def _write(self, descriptor: int, record: bytes, offset: int) -> None:
+        written = 0
+        while written < len(record):
+            written += self._files.write(descriptor, record[written:], offset + written)
+
     def _undo(self) -> None:
         """Wipe a record that may be half there: later it must not be found complete."""
         try:
-            os.ftruncate(self._descriptor, self._end)
-            os.fsync(self._descriptor)
+            self._files.truncate(self._descriptor, self._end)
             self._allocated = self._end
+            self._files.sync(self._descriptor)
         except OSError:
             pass  # the checksum still tells a torn record; the next append overwrites it
 
     def compact(self, keep: set[Dot]) -> None:
         """Drop updates other than `keep` (a checkpoint has the rest). Best effort: on a full disk the old file stays."""
-        kept = [u for u in self.updates if u.dot in keep]
-        if len(kept) == len(self.updates):
-            return
-        parts = [(_IDENTITY, struct.pack(">QQ", self.incarnation, self.last_seq) + self.last_head)]
-        parts += [(_UPDATE, _encode_update(u)) for u in kept]
-        # An update record restores seq and head from itself; the identity record must come last to win.
-        parts = parts[1:] + parts[:1]
-        if self._ballot is not None:
-            parts.append((_BALLOT, self._ballot.encode()))
-        temporary = self._path.with_name(FILE + ".tmp")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with self._lock:
+            kept = [u for u in self.updates if u.dot in keep]
+            if len(kept) == len(self.updates) and self._superseded < WASTE_BYTES_MAX:
+                return
+            parts = [(_UPDATE, _encode_update(u)) for u in kept]
+            # An update record restores seq and head from itself; the identity record must come last to win.
+            parts.append((_IDENTITY, struct.pack(">QQ", self.incarnation, self.last_seq) + self.last_head))
+            if self._ballot is not None:
+                parts.append((_BALLOT, self._ballot.encode()))
+            with contextlib.suppress(OSError):
+                self._rewrite(parts)
+                self.updates = kept
+
+    def _rewrite(self, parts: list[tuple[int, bytes]]) -> None:
+        temporary = self._path.with_name(FILE + TEMPORARY)
+        descriptor = self._files.create(temporary)
         try:
             end = 0
             for kind, body in parts:
-                record = _RECORD.pack(len(body), kind, _checksum(kind, body)) + body
-                written = 0
-                while written < len(record):
-                    written += self._files.write(descriptor, record[written:], end + written)
+                record = _framed(kind, body)
+                self._write(descriptor, record, end)
                 end += len(record)
             self._files.sync(descriptor)
-            os.replace(temporary, self._path)
+            self._files.replace(temporary, self._path)
         except OSError:
             os.close(descriptor)
-            temporary.unlink(missing_ok=True)
-            return
-        sync_folder(self._folder)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        # From here on the old file has no name: what is appended must go to the new one, and only once its name is safe.
         os.close(self._descriptor)
-        self._descriptor, self._end, self._allocated = descriptor, end, end
-        self.updates = kept
+        self._descriptor, self._end, self._allocated, self._renamed = descriptor, end, end, True
+        self._superseded = 0
+        with contextlib.suppress(OSError):  # the next append tries again, and fails if this does
+            self._files.sync_folder(self._folder)
+            self._renamed = False
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _framed(kind: int, body: bytes) -> bytes:
+    return _RECORD.pack(len(body), kind, _checksum(kind, body)) + body
 
 
 def _checksum(kind: int, body: bytes) -> bytes:
@@ -255,4 +323,4 @@ def _decode_update(body: bytes) -> OwnUpdate:
     return OwnUpdate(Dot(peer, incarnation, seq), round_, base, signed, payload, head, delta)
 
 
-__all__ = ["Files", "Journal", "JournalFull", "OwnUpdate", "RealFiles", "ShoalError"]
+__all__ = ["Files", "Journal", "JournalFull", "OwnUpdate", "RealFiles"]
