@@ -153,8 +153,8 @@ class Journal:
             self._take(kind, body)
             at += _RECORD.size + size
         self._end = at
-        # What a killed process had written but not synced is in the page cache only; what is replayed must stay.
-        self._files.sync(self._descriptor)
+        if at:  # what a killed process had written but not synced is in the page cache only; what is replayed must stay
+            self._files.sync(self._descriptor)
         # What follows is a torn write: it must not be read as records after a later, shorter append.
         if data.count(0, at) != len(data) - at:
             self._files.truncate(self._descriptor, at)
