@@ -69,6 +69,10 @@ class QuadraticLearner:
         off = x.astype(np.float64) - self.optimum
         return float(0.5 * np.sum(self._curvature * off * off))
 
+    def distance(self, x: np.ndarray) -> float:
+        """Of x fp32 [d] from the optimum."""
+        return float(np.linalg.norm(x.astype(np.float64) - self.optimum))
+
     def step(self) -> StepStats:
         if self._step_seconds:
             time.sleep(self._step_seconds)
@@ -78,7 +82,8 @@ class QuadraticLearner:
         self._samples += SAMPLES_PER_STEP
         self._steps += 1
         self._loss_sum += loss
-        return StepStats(samples=SAMPLES_PER_STEP, metrics={"loss": loss, "reward": -loss})
+        metrics = {"loss": loss, "reward": -loss, "distance": self.distance(self._local)}
+        return StepStats(samples=SAMPLES_PER_STEP, metrics=metrics)
 
     def finish(self) -> LocalResult:
         mean = self._loss_sum / max(1, self._steps)
@@ -91,8 +96,7 @@ class QuadraticLearner:
 
     def evaluate(self) -> dict[str, float]:
         loss = self.loss(self._theta)
-        distance = float(np.linalg.norm(self._theta.astype(np.float64) - self.optimum))
-        return {"loss": loss, "reward": -loss, "distance": distance}
+        return {"loss": loss, "reward": -loss, "distance": self.distance(self._theta)}
 
     def snapshot(self) -> dict[str, np.ndarray | bytes]:
         return {

@@ -2,24 +2,37 @@
 
 Nothing is taken before its header was checked: form, signature, and a payload size within what the manifest's compression
 can produce for this layout. The payload is then counted and hashed as it comes, so a lie is caught at the first byte too
-many. Held updates serve the ring and later repairs; the oldest rounds go first when the store is full.
+many. Held updates serve the ring and later repairs; beyond `memory_bytes_max` the oldest payloads move to files, beyond
+`bytes_max` the oldest rounds go altogether.
 
-Two different headers under one dot are the proof of a faulty origin; `equivocation` hands it over.
+Two different headers under one dot are the proof of a faulty origin; `equivocation` hands it over. Headers are remembered
+longer than payloads, for this.
+
+Does not cover: which updates are wanted (ring_exchange.py names them by hash before a byte is read), or the journal that
+makes own updates durable: the files here are a cache, not fsynced, and emptied at the start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...aggregation.compress import Compression, max_payload_bytes
 from ...protocol import limits
 from ...protocol.ballot_messages import Encoding, Header
 from ...protocol.ballot_wire import decode_header
 from ...protocol.errors import PeerFault
-from ...protocol.version import Dot
+from ...protocol.version import Dot, sha256
 from ...protocol.wire_pb2 import Signed
+
+MEMORY_BYTES_MAX = 64 * 1024 * 1024
+# ~1 KiB each; enough for a full ring over many more rounds than payloads are kept.
+HEADERS_KEPT_MAX = 16 * limits.ROSTER_MAX
+SUFFIX = ".update"
 
 
 @dataclass
@@ -57,7 +70,7 @@ class Receiving:
 
 
 class UpdateStore:
-    """Updates in memory, bounded in bytes."""
+    """Updates in memory, then in files, bounded in bytes. Called from the event loop and from the worker thread."""
 
     def __init__(
         self,
@@ -67,29 +80,54 @@ class UpdateStore:
         compression: Compression,
         bytes_max: int,
         equivocation: Callable[[Header, Header], None] = lambda first, second: None,
+        folder: Path | None = None,
+        memory_bytes_max: int = MEMORY_BYTES_MAX,
     ) -> None:
         """
         Args:
             bytes_max: payload bytes kept; at least one round's worth is kept whatever this says.
-            equivocation: called with the two headers under one dot.
+            equivocation: called with the two headers under one dot, once for each second header.
+            folder: where payloads beyond `memory_bytes_max` go; its leftovers are removed. None: everything stays in memory.
         """
         self._run_id, self._d, self._compression = run_id, d, compression
         self._bytes_max = min(bytes_max, limits.UPDATES_HELD_BYTES_MAX)
+        self._memory_bytes_max = memory_bytes_max
         self._equivocation = equivocation
-        self._held: dict[bytes, tuple[Header, bytes]] = {}
-        self._by_dot: dict[Dot, Header] = {}
-        self._bytes = 0
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._held: dict[bytes, tuple[Header, bytes | Path]] = {}
+        self._headers: dict[Dot, Header] = {}  # the first header seen under each dot, oldest first
+        self._proved: dict[bytes, None] = {}  # second headers already handed over, oldest first
+        self._bytes = self._memory_bytes = 0
+        if folder is not None:
+            for leftover in folder.glob(f"*{SUFFIX}"):
+                leftover.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------------------------------------ reading
 
     def has(self, update_hash: bytes) -> bool:
         return update_hash in self._held
 
     def load(self, update_hash: bytes) -> tuple[Header, bytes]:
-        """Header and payload. Raises KeyError."""
-        return self._held[update_hash]
+        """Header and payload. Raises KeyError; also for one whose file is gone or damaged, which is then not held."""
+        with self._lock:
+            header, kept = self._held[update_hash]
+            if isinstance(kept, bytes):
+                return header, kept
+            try:
+                payload = kept.read_bytes()
+            except OSError:
+                payload = b""
+            if sha256(payload) != header.payload_hash:
+                self._drop(update_hash)
+                raise KeyError(update_hash)
+            return header, payload
 
     def payload_bytes_max(self, encoding: Encoding) -> int:
         """The largest payload that an honest peer of this run can have."""
         return 4 * self._d if encoding is Encoding.DENSE else max_payload_bytes(self._d, self._compression)
+
+    # ------------------------------------------------------------------------------------------------ receiving
 
     def begin(self, signed: Signed) -> Receiving:
         """Start to receive the update of `signed`. Raises PeerFault: bad form, signature or size."""
@@ -97,24 +135,44 @@ class UpdateStore:
         limit = self.payload_bytes_max(header.encoding)
         if header.payload_size > limit:
             raise PeerFault("bad_payload", f"announces {header.payload_size} bytes, at most {limit} are possible")
+        self._witness(header)
         return Receiving(header, self)
 
+    def _witness(self, header: Header) -> None:
+        """Remember a header whose signature was checked. A second one under its dot is a proof, whatever its payload."""
+        with self._lock:
+            first = self._headers.setdefault(header.dot, header)
+            if len(self._headers) > HEADERS_KEPT_MAX:
+                del self._headers[next(iter(self._headers))]
+            proof = first.update_hash != header.update_hash and header.update_hash not in self._proved
+            if proof:
+                self._proved[header.update_hash] = None
+                if len(self._proved) > HEADERS_KEPT_MAX:
+                    del self._proved[next(iter(self._proved))]
+        if proof:
+            self._equivocation(first, header)
+
     def put(self, header: Header, payload: bytes) -> None:
-        """Keep an update whose payload is known to be the header's (empty for a dense one)."""
-        if header.update_hash in self._held:
-            return
-        other = self._by_dot.setdefault(header.dot, header)
-        if other.update_hash != header.update_hash:
-            self._equivocation(other, header)
-        self._held[header.update_hash] = (header, payload)
-        self._bytes += len(payload)
-        self._evict(header.round)
+        """Keep an update whose signature was checked and whose payload is the header's (empty for a dense one)."""
+        self._witness(header)
+        with self._lock:
+            if header.update_hash in self._held:
+                return
+            self._held[header.update_hash] = (header, payload)
+            self._bytes += len(payload)
+            self._memory_bytes += len(payload)
+            self._evict(header.round)
+            if self._memory_bytes > self._memory_bytes_max and self._folder is not None:
+                self._spill(self._folder)
+
+    # ------------------------------------------------------------------------------------------------ bounds
 
     def drop_before(self, round_: int) -> None:
         """Forget updates of rounds before `round_`."""
-        for update_hash, (header, _) in list(self._held.items()):
-            if header.round < round_:
-                self._drop(update_hash)
+        with self._lock:
+            for update_hash, (header, _) in list(self._held.items()):
+                if header.round < round_:
+                    self._drop(update_hash)
 
     def _evict(self, newest: int) -> None:
         while self._bytes > self._bytes_max:
@@ -123,8 +181,28 @@ class UpdateStore:
                 return
             self._drop(update_hash)
 
+    def _spill(self, folder: Path) -> None:
+        """Move payloads to files, oldest round first, until memory is within its bound. A full disk leaves them there."""
+        in_memory = [(h.round, key, h, p) for key, (h, p) in self._held.items() if isinstance(p, bytes) and p]
+        for _, update_hash, header, payload in sorted(in_memory, key=lambda item: item[:2]):
+            if self._memory_bytes <= self._memory_bytes_max:
+                return
+            path = folder / f"{update_hash.hex()}{SUFFIX}"
+            try:
+                path.write_bytes(payload)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                return
+            self._held[update_hash] = (header, path)
+            self._memory_bytes -= len(payload)
+
     def _drop(self, update_hash: bytes) -> None:
-        header, payload = self._held.pop(update_hash)
-        self._bytes -= len(payload)
-        if self._by_dot.get(header.dot) is header:
-            del self._by_dot[header.dot]
+        header, kept = self._held.pop(update_hash)
+        if isinstance(kept, bytes):
+            self._bytes -= len(kept)
+            self._memory_bytes -= len(kept)
+        else:
+            self._bytes -= header.payload_size
+            with contextlib.suppress(OSError):
+                kept.unlink(missing_ok=True)
