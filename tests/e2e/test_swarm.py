@@ -102,10 +102,10 @@ def test_dense_exchange_survives_a_death(tmp_path: Path, how: str) -> None:
 def test_the_convener_dies_before_its_first_word(tmp_path: Path) -> None:
     """The convener answers probes and otherwise stays silent: it is passed over at the phase deadline, dead or not."""
     with swarm(tmp_path) as one:
-        one.found()
-        for _ in range(2):
+        first = one.found()
+        for _ in range(3):
             one.join()
-        one.wait_round(3)
+        one.wait(lambda: len((first.status() or {})["electorate"]) == 4, "four members")
         mute = one.nodes[1]
         mute.kill()
         mute.start("up", SHOAL_NODE__TEST_HOLD="convening")
