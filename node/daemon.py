@@ -679,6 +679,7 @@ class Daemon:
             heard=self._heard,
             changed=self._changed,
             summary=lambda: self.rounds.summary() if self.rounds else None,
+            admissible=self._admissible,
         )
         self.exchange = RingExchange(
             me=self.identity.peer_id,
@@ -827,6 +828,12 @@ class Daemon:
             raise PeerFault("bad_ban", "the two headers prove nothing")
         self._ban(notice)
 
+    def _admissible(self, peer: str) -> bool:
+        """Whose signed words may enter the member table."""
+        if self.bans.reason(peer) is not None:
+            return False
+        return self.admission.mode != "allowlist" or peer in self.admission.allowed
+
     def _dead(self) -> frozenset[str]:
         """Members that are dead or have left; soon after a start only those of them that had been heard of."""
         assert self.members is not None
@@ -876,9 +883,15 @@ class Daemon:
 
             dht = Dht(self.identity, self.data.identity, self.run_id)
             self._closers.append(dht.close)
-            where = await dht.start(node.dht.listen, node.dht.bootstrap)
-            self.say("in the DHT", addresses=where)
-            self._own(self._dht_loop(dht))
+            try:
+                where = await dht.start(node.dht.listen, node.dht.bootstrap)
+            except ShoalError as error:
+                if error.code is ExitCode.DEPENDENCY:
+                    raise
+                self._warn(f"not in the DHT: {error.values}")  # one way of finding peers among several
+            else:
+                self.say("in the DHT", addresses=where)
+                self._own(self._dht_loop(dht))
 
     def _found_nearby(self, peer: str, addresses: list[str]) -> None:
         self.mesh.news(peer, addresses)
