@@ -1,127 +1,95 @@
-"""Downloading the shared state (and the manifest) from several peers at once.
+"""Downloading the shared state from several peers at once.
 
-Serving: one immutable snapshot file per state, made once, read without any lock on training. Downloading: everybody is
-asked for an offer (lineage, state hash, hash of every chunk); the offer that most peers make is believed, two agreeing
-beats one; then every source that made it fetches chunks from one common list. A source that fails or lies costs its own
-chunk and is dropped. Verified chunks are kept in a partial file with their bitmap, so a restarted download goes on. At the
-end the state hash is recomputed from the arrays.
+Theory of operation. Everybody is asked for an offer (lineage, state hash, hash of every chunk). The offer that most peers
+make is believed; while no two agree although several answered (a commit is just spreading) they are asked again, a few
+times. Then every source that made it fetches chunks off one common list, and an idle source takes over what a slow one has
+not delivered. A chunk must come within a multiple of what chunks take, measured; a source that fails, stalls or lies is
+dropped and costs its own chunks at most. Verified chunks are kept in a partial file beside their bitmap, so that a
+restarted download asks for the same state first and goes on. At the end the state hash is recomputed from the arrays.
+
+Does not cover: serving (state_server.py), the bookkeeping of chunks (chunks.py), the manifest (manifest.py), or whether
+the state may be adopted (the caller).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...protocol import limits
-from ...protocol.ballot_wire import decode_commit, encode_commit
-from ...protocol.commit import CheckedCommit
+from ...protocol.ballot_wire import decode_commit
 from ...protocol.errors import PeerFault
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.version import sha256
 from ...protocol.wire_pb2 import Commit as WireCommit
 from ...protocol.wire_pb2 import StateChunk, StateOffer, StateRequest
-from ..store.checkpoint import read_state_file, state_file
+from ..store.checkpoint import read_state_file
+from .chunks import STEAL_SECONDS, ChunkList, Offer, PartialFile
 from .ring_exchange import parse
 from .state import SharedState
+from .state_server import StateServer, chunk_bytes
 
 OpenStream = Callable[[str, str, float], Awaitable[Stream]]
 OPEN_SECONDS = 5.0
+# The other side hashes its state first, after the training step under way.
 OFFER_SECONDS = 15.0
-CHUNK_SECONDS = 30.0
-CHUNKS_PER_REQUEST = 4
+# Once two agree, the others get this long to join in.
+OFFER_GRACE_SECONDS = 1.0
+# How often, and after what pause, offers are asked for while no two peers agree.
+CONFIRM_TRIES = 4
+CONFIRM_SECONDS = 0.5
 _TROUBLE = (StreamClosed, DialError, asyncio.TimeoutError, PeerFault)
 
 
-class StateServer:
-    """Handler of "State" streams."""
-
-    def __init__(self, clock: Clock, state: Callable[[], tuple[SharedState, CheckedCommit | None]]) -> None:
-        """`state`: the present state and the commit that made it (None at round 0 or right after a download)."""
-        self._clock, self._state = clock, state
-        self._served: tuple[bytes, bytes, StateOffer] | None = None  # state hash, file, offer
-        self._lock = asyncio.Lock()
-
-    async def _snapshot(self) -> tuple[bytes, StateOffer]:
-        state, checked = self._state()
-        async with self._lock:
-            if self._served is None or self._served[0] != state.hash:
-                file = await self._clock.run(lambda: state_file(state))
-                size = limits.STATE_CHUNK_BYTES
-                offer = StateOffer(
-                    round=state.round,
-                    lineage=state.lineage,
-                    state_hash=state.hash,
-                    size=len(file),
-                    chunk_size=size,
-                    chunk_hashes=[sha256(file[at : at + size]) for at in range(0, len(file), size)],
-                )
-                if checked is not None:
-                    offer.commit.CopyFrom(encode_commit(checked.commit))
-                self._served = (state.hash, file, offer)
-            return self._served[1], self._served[2]
-
-    async def serve(self, peer: str, stream: Stream) -> None:
-        """One request: an offer, then the chunks that were asked for, of the snapshot that was offered."""
-        request = StateRequest()
-        parse(request, await stream.recv(OFFER_SECONDS))
-        file, offer = await self._snapshot()
-        if request.lineage and request.lineage != offer.lineage:
-            # An older snapshot is gone; the offer tells the peer which one there is.
-            request.ClearField("chunks")
-        await stream.send(offer.SerializeToString())
-        if len(request.chunks) > len(offer.chunk_hashes) or any(c >= len(offer.chunk_hashes) for c in request.chunks):
-            raise PeerFault("bad_message", "asks for chunks that do not exist")
-        for index in request.chunks:
-            chunk = file[index * offer.chunk_size : (index + 1) * offer.chunk_size]
-            await stream.send(StateChunk(index=index, payload_size=len(chunk)).SerializeToString())
-            for at in range(0, len(chunk), limits.PAYLOAD_FRAME_BYTES):
-                await stream.send(chunk[at : at + limits.PAYLOAD_FRAME_BYTES])
-        await stream.done_sending()
-
-
-@dataclass
-class _Offer:
-    """A checked offer."""
-
-    key: bytes  # hash over everything that must agree
-    round: int
-    lineage: bytes
-    state_hash: bytes
-    size: int
-    chunk_size: int
-    chunk_hashes: list[bytes]
-    commit: WireCommit | None
-
-
-def check_offer(frame: bytes, d: int) -> _Offer:
-    """Decode an offer. Raises PeerFault."""
+def check_offer(frame: bytes, d: int, run_id: bytes | None) -> Offer:
+    """Decode an offer of a state of d coordinates; without a `run_id` its commit record is left out. Raises PeerFault."""
     offer = StateOffer()
     parse(offer, frame)
     # theta and at most one buffer, and a header; anything beyond is not a state of this layout.
     limit = min(limits.STATE_BYTES_MAX, 8 * d + 16 * 1024 * 1024)
-    count = -(-offer.size // offer.chunk_size) if offer.chunk_size else 0
-    if not 0 < offer.size <= limit or offer.chunk_size != limits.STATE_CHUNK_BYTES or count != len(offer.chunk_hashes):
-        raise PeerFault("bad_message", f"offers {offer.size} bytes in {len(offer.chunk_hashes)} chunks, limit {limit}")
+    if not 0 < offer.size <= limit or offer.chunk_size != chunk_bytes(offer.size):
+        raise PeerFault("bad_message", f"offers {offer.size} bytes by {offer.chunk_size}, limit {limit}")
+    if -(-offer.size // offer.chunk_size) != len(offer.chunk_hashes):
+        raise PeerFault("bad_message", f"{len(offer.chunk_hashes)} chunk hashes for {offer.size} bytes")
     if any(len(h) != 32 for h in (offer.lineage, offer.state_hash, *offer.chunk_hashes)):
         raise PeerFault("bad_message", "a hash of another size than 32 bytes")
-    key = sha256(offer.lineage, offer.state_hash, *offer.chunk_hashes)
-    commit = offer.commit if offer.HasField("commit") else None
-    return _Offer(
-        key,
-        offer.round,
-        offer.lineage,
-        offer.state_hash,
-        offer.size,
-        offer.chunk_size,
-        list(offer.chunk_hashes),
-        commit,
+    commit = offer.commit if run_id is not None and offer.HasField("commit") else None
+    if run_id is not None and commit is not None and decode_commit(commit, run_id).value.lineage != offer.lineage:
+        raise PeerFault("bad_message", "the commit record ends another lineage")
+    return Offer(
+        key=sha256(offer.round.to_bytes(8, "big"), offer.lineage, offer.state_hash, *offer.chunk_hashes),
+        round=offer.round,
+        lineage=offer.lineage,
+        state_hash=offer.state_hash,
+        size=offer.size,
+        chunk_size=offer.chunk_size,
+        chunk_hashes=tuple(offer.chunk_hashes),
+        commit=commit,
     )
+
+
+def choose(offers: dict[bytes, dict[str, Offer]], prefer: bytes, asked: int) -> tuple[bytes, str]:
+    """Which offer is believed, and why. Pure.
+
+    Args:
+        offers: key → peer → offer; not empty.
+        prefer: key of an interrupted download; wins among those that as many as two peers make.
+        asked: how many peers were asked.
+    """
+
+    def rank(key: bytes) -> tuple[bool, bool, int, int, bytes]:
+        made = offers[key]
+        agreed = len(made) >= 2
+        return agreed, agreed and key == prefer, len(made), next(iter(made.values())).round, key
+
+    best = max(offers, key=rank)
+    made = offers[best]
+    reason = f"{len(made)} of {asked} peers offer the same state of round {next(iter(made.values())).round}"
+    if len(made) == 1:
+        others = len({peer for o in offers.values() for peer in o} - made.keys())
+        reason += f"; {others} others offer other states" if others else "; nobody else could confirm it"
+    return best, reason
 
 
 class StateClient:
@@ -144,6 +112,7 @@ class StateClient:
             folder: for the partial file; on the data directory's disk.
             trouble: told of every source that failed, with its peer id.
             progress: bytes done and in all.
+            hold: test-only: awaited with ("downloading", round) before a received chunk counts.
         """
         self._clock, self._open, self._folder = clock, open_stream, folder
         self._d, self._run_id = d, run_id
@@ -154,129 +123,187 @@ class StateClient:
     ) -> tuple[SharedState, WireCommit | None, str] | None:
         """The state (and the record of its last commit) and why it is believed; None when no source was good enough.
 
+        After None the partial file stays: the next call goes on where this one ended, if the state is still offered.
+
         Raises OSError when the partial file cannot be written.
         """
-        offers = dict(await asyncio.gather(*(self._ask(peer, lineage) for peer in peers)))
-        good = {p: o for p, o in offers.items() if o is not None and (lineage is None or o.lineage == lineage)}
-        if not good:
+        prefer, interrupted = await self._clock.run(lambda: PartialFile.interrupted(self._folder))
+        offers = await self._gather_offers(peers, lineage, interrupted)
+        if not offers:
             return None
-        votes = Counter(o.key for o in good.values())
-        best = max(good.values(), key=lambda o: (votes[o.key], o.round, o.key))
-        sources = [p for p, o in good.items() if o.key == best.key]
-        reason = f"{len(sources)} of {len(peers)} peers offer the same state of round {best.round}"
-        if len(sources) == 1:
-            reason += "; nobody else could confirm it"
-        path = self._folder / f"download-{best.key.hex()[:16]}.partial"
-        done = self._resume(path, best)
-        todo: asyncio.Queue[int] = asyncio.Queue()
-        for index in range(len(best.chunk_hashes)):
-            if index not in done:
-                todo.put_nowait(index)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        key, reason = choose(offers, prefer, len(peers))
+        sources = offers[key]
+        offer = max(sources.values(), key=lambda o: o.commit is not None)
+        partial = PartialFile(self._folder, offer)
         try:
-            os.ftruncate(descriptor, best.size)
-            self._progress(len(done) * best.chunk_size, best.size)
-            await asyncio.gather(*(self._fetch(peer, best, todo, done, descriptor, path) for peer in sources))
+            await self._clock.run(partial.open)
+            await self._fetch_all(sorted(sources), partial)
         finally:
-            os.close(descriptor)
-        if len(done) < len(best.chunk_hashes):
+            partial.close()
+        if len(partial.done) < len(offer.chunk_hashes):
             return None
         try:
-            state = await self._clock.run(lambda: read_state_file(path, self._d))
-            if (state.hash, state.lineage, state.round) != (best.state_hash, best.lineage, best.round):
+            state = await self._clock.run(lambda: read_state_file(partial.path, self._d))
+            if (state.hash, state.lineage, state.round) != (offer.state_hash, offer.lineage, offer.round):
                 raise ValueError("the file holds another state than was offered")
         except ValueError as error:
-            for peer in sources:
+            for peer in sorted(sources):
                 self._trouble(peer, PeerFault("bad_state", str(error)))
             return None
         finally:
-            self._forget(path)
-        return state, best.commit, reason
+            partial.forget()
+        return state, offer.commit, reason
 
-    async def _ask(self, peer: str, lineage: bytes | None) -> tuple[str, _Offer | None]:
-        try:
-            stream = await self._open(peer, "State", OPEN_SECONDS)
-            try:
-                await stream.send(StateRequest(lineage=lineage or b"").SerializeToString())
-                return peer, check_offer(await stream.recv(OFFER_SECONDS), self._d)
-            finally:
-                stream.cancel("offer read")
-        except _TROUBLE as error:
-            self._trouble(peer, error)
-            return peer, None
+    # ------------------------------------------------------------------------------------------------ offers
 
-    async def _fetch(
-        self, peer: str, offer: _Offer, todo: asyncio.Queue[int], done: set[int], descriptor: int, path: Path
-    ) -> None:
-        """Take chunks off the list until it is empty or this source fails; unfinished ones go back."""
-        while not todo.empty():
-            taken = []
-            while len(taken) < CHUNKS_PER_REQUEST and not todo.empty():
-                taken.append(todo.get_nowait())
+    async def _gather_offers(
+        self, peers: list[str], lineage: bytes | None, interrupted: bytes
+    ) -> dict[bytes, dict[str, Offer]]:
+        """key → peer → offer, over a few rounds of asking while no two peers agree."""
+        offers: dict[bytes, dict[str, Offer]] = {}
+        for attempt in range(CONFIRM_TRIES):
+            if attempt:
+                await self._clock.sleep(CONFIRM_SECONDS)
+            for peer, offer in (await self._ask_all(peers, lineage or interrupted)).items():
+                if lineage is None or offer.lineage == lineage:
+                    offers.setdefault(offer.key, {})[peer] = offer
+            answered = {peer for made in offers.values() for peer in made}
+            if len(answered) < 2 or any(len(made) >= 2 for made in offers.values()):
+                break
+        return offers
+
+    async def _ask_all(self, peers: list[str], lineage: bytes) -> dict[str, Offer]:
+        """Everybody's offer, in the order of `peers`; a silent one is not waited for once two others agree."""
+        found: dict[str, Offer] = {}
+
+        async def ask(peer: str) -> None:
             try:
-                stream = await self._open(peer, "State", OPEN_SECONDS)
-                try:
-                    await self._chunks(stream, offer, taken, done, descriptor)
-                finally:
-                    stream.cancel("chunks read")
-                    self._remember(path, done)
+                found[peer] = await asyncio.wait_for(self._ask(peer, lineage), OPEN_SECONDS + OFFER_SECONDS)
             except _TROUBLE as error:
+                self._trouble(peer, error)
+
+        tasks = [asyncio.ensure_future(ask(peer)) for peer in peers]
+        try:
+            pending = set(tasks)
+            while pending:
+                keys = [offer.key for offer in found.values()]
+                agreed = len(keys) > len(set(keys))
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=OFFER_GRACE_SECONDS if agreed else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if agreed and not done:
+                    break
+        finally:
+            await _stop(tasks)
+        return {peer: found[peer] for peer in peers if peer in found}
+
+    async def _ask(self, peer: str, lineage: bytes) -> Offer:
+        stream = await self._open(peer, "State", OPEN_SECONDS)
+        try:
+            await stream.send(StateRequest(lineage=lineage).SerializeToString())
+            return check_offer(await stream.recv(OFFER_SECONDS), self._d, self._run_id)
+        finally:
+            stream.cancel("offer read")
+
+    # ------------------------------------------------------------------------------------------------ chunks
+
+    async def _fetch_all(self, sources: list[str], partial: PartialFile) -> None:
+        """Every missing chunk, until all are there or no source is left. Raises OSError."""
+        count = len(partial.offer.chunk_hashes)
+        chunks = ChunkList([i for i in range(count) if i not in partial.done], len(sources))
+        self._show(partial)
+        changed = asyncio.Event()
+        tasks = [asyncio.ensure_future(self._work(peer, partial, chunks, changed)) for peer in sources]
+        for task in tasks:
+            task.add_done_callback(lambda _: changed.set())
+        try:
+            while len(partial.done) < count and not all(task.done() for task in tasks):
+                for task in tasks:
+                    if task.done():
+                        task.result()  # a source's failure ends its task quietly; what is raised here is our disk's
+                changed.clear()
+                await changed.wait()
+        finally:
+            await _stop(tasks)
+        if len(partial.done) < count:
+            for task in tasks:
+                if not task.cancelled():
+                    task.result()
+
+    async def _work(self, peer: str, partial: PartialFile, chunks: ChunkList, changed: asyncio.Event) -> None:
+        """One source: takes chunks until it fails or is stopped."""
+        while True:
+            taken = chunks.take(peer, self._clock.now())
+            if not taken:
+                await self._clock.sleep(STEAL_SECONDS / 4)
+                continue
+            try:
+                await self._request(peer, taken, partial, chunks, changed)
+            except _TROUBLE as error:
+                chunks.sources -= 1
                 self._trouble(peer, error)
                 return
             finally:
-                for index in taken:
-                    if index not in done:
-                        todo.put_nowait(index)
+                chunks.give_back(peer)
+                partial.remember()
 
-    async def _chunks(self, stream: Stream, offer: _Offer, wanted: list[int], done: set[int], descriptor: int) -> None:
-        await stream.send(StateRequest(lineage=offer.lineage, chunks=wanted).SerializeToString())
-        if check_offer(await stream.recv(OFFER_SECONDS), self._d).key != offer.key:
-            raise PeerFault("state_moved_on", "the source serves another state now")
-        for expected in wanted:
-            head = StateChunk()
-            parse(head, await stream.recv(CHUNK_SECONDS))
-            size = min(offer.chunk_size, offer.size - expected * offer.chunk_size)
-            if head.index != expected or head.payload_size != size:
-                raise PeerFault(
-                    "bad_message", f"chunk {head.index} of {head.payload_size} bytes, expected {expected}, {size}"
-                )
-            data = bytearray()
-            while len(data) < size:
-                data += await stream.recv(CHUNK_SECONDS)
-            if sha256(bytes(data)) != offer.chunk_hashes[expected]:
-                raise PeerFault("bad_state", f"chunk {expected} has another hash than offered")
-            await self._clock.run(lambda d=bytes(data), at=expected * offer.chunk_size: os.pwrite(descriptor, d, at))
-            done.add(expected)
-            self._progress(min(len(done) * offer.chunk_size, offer.size), offer.size)
-            if self._hold is not None:
-                await self._hold("downloading", offer.round)
-
-    # ------------------------------------------------------------------------------------------------ resuming
-
-    def _resume(self, path: Path, offer: _Offer) -> set[int]:
-        """Chunks of an earlier, interrupted download of the same offer that are there and still verify."""
-        for other in self._folder.glob("download-*.partial*"):
-            if not other.name.startswith(path.name):
-                other.unlink(missing_ok=True)
+    async def _request(
+        self, peer: str, wanted: list[int], partial: PartialFile, chunks: ChunkList, changed: asyncio.Event
+    ) -> None:
+        offer = partial.offer
+        stream = await self._open(peer, "State", OPEN_SECONDS)
         try:
-            listed = json.loads(path.with_name(path.name + ".json").read_text())
-            with open(path, "rb") as file:
-                good = set()
-                for index in listed:
-                    file.seek(index * offer.chunk_size)
-                    if sha256(file.read(offer.chunk_size)) == offer.chunk_hashes[index]:
-                        good.add(index)
-                return good
-        except (OSError, ValueError, TypeError, IndexError):
-            return set()
+            request = StateRequest(lineage=offer.lineage, chunks=wanted).SerializeToString()
+            await asyncio.wait_for(stream.send(request), OPEN_SECONDS)
+            if check_offer(await stream.recv(OFFER_SECONDS), self._d, None).key != offer.key:
+                raise StreamClosed("the source does not serve this state any more")
+            for place, index in enumerate(wanted):
+                if partial.done.issuperset(wanted[place:]):
+                    return
+                started, size = self._clock.now(), offer.length(index)
+                limit = chunks.deadline_s(peer, size)
+                data = await asyncio.wait_for(_receive_chunk(stream, index, size, limit), limit)
+                if sha256(data) != offer.chunk_hashes[index]:
+                    raise PeerFault("bad_state", f"chunk {index} has another hash than offered")
+                chunks.measured(peer, max(1e-6, self._clock.now() - started), size)
+                if self._hold is not None:
+                    await self._hold("downloading", offer.round)
+                if index not in partial.done:
+                    # Not handed to the worker thread, where it would wait for a training step: it goes to the page cache.
+                    partial.write(index, data)
+                    chunks.finished(index)
+                    self._show(partial)
+                    changed.set()
+        finally:
+            stream.cancel("chunks read")
 
-    def _remember(self, path: Path, done: set[int]) -> None:
-        path.with_name(path.name + ".json").write_text(json.dumps(sorted(done)))
-
-    def _forget(self, path: Path) -> None:
-        for name in (path, path.with_name(path.name + ".json")):
-            with contextlib.suppress(OSError):
-                name.unlink()
+    def _show(self, partial: PartialFile) -> None:
+        self._progress(sum(partial.offer.length(i) for i in partial.done), partial.offer.size)
 
 
-__all__ = ["StateClient", "StateServer", "check_offer", "decode_commit"]
+async def _receive_chunk(stream: Stream, index: int, size: int, timeout_s: float) -> bytes:
+    """One chunk of exactly `size` bytes. Raises PeerFault at the first byte too many, and for a frame without any."""
+    head = StateChunk()
+    parse(head, await stream.recv(timeout_s))
+    if (head.index, head.payload_size) != (index, size):
+        detail = f"chunk {head.index} of {head.payload_size} bytes, expected {index} of {size}"
+        raise PeerFault("bad_message", detail)
+    data = bytearray()
+    while len(data) < size:
+        piece = await stream.recv(timeout_s)
+        if not piece or len(data) + len(piece) > size:
+            raise PeerFault("bad_message", f"a frame of {len(piece)} bytes after {len(data)} of {size}")
+        data += piece
+    return bytes(data)
+
+
+async def _stop(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel what still runs and see every outcome."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__ = ["Offer", "StateClient", "StateServer", "check_offer", "choose"]
