@@ -122,7 +122,7 @@ class Journal:
     """An open journal. Methods block (run them in a worker thread); one at a time, whichever thread calls."""
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
-        """Open or make the journal in `folder` and read what it holds. Raises OSError."""
+        """Open or make the journal in `folder` and read what it holds. Raises OSError, ShoalError (ballot record damaged)."""
         self._folder = folder
         self._files = files or RealFiles()
         self._path = folder / FILE
