@@ -152,9 +152,12 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """sha-256 over names, types and bytes: the state hash covers the shared state alone."""
+def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    """sha-256 over names, types and bytes, and all metadata but itself: the state hash covers the shared state alone."""
     digest = hashlib.sha256()
+    for name, text in sorted(metadata.items()):
+        if name != "digest":
+            digest.update(f"{name} {len(text)} {text}\n".encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).data)
@@ -187,12 +190,12 @@ class Checkpoints:
                     arrays[f"{prefix}/{name}"] = np.frombuffer(bytes(value), np.uint8)
         metadata = {
             "format": FORMAT,
-            "digest": _digest(arrays),
             "state": json.dumps(describe_state(checkpoint.state)),
             "commit": checkpoint.commit.hex(),
             "bytes": json.dumps(sorted(as_bytes)),
             "extra": json.dumps(dict(checkpoint.extra)),
         }
+        metadata["digest"] = _digest(arrays, metadata)
         path = self._folder / f"round-{checkpoint.state.round:010d}{SUFFIX}"
         write_atomic(path, serialize(arrays, metadata))
         # Files of later rounds belong to a branch that was given up for this state: a restart must not prefer them.
@@ -208,8 +211,8 @@ class Checkpoints:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path.name} has format {metadata.get('format')}, expected {FORMAT}")
         try:
-            if metadata["digest"] != _digest(arrays):
-                raise ValueError(f"{path.name}: its arrays are damaged")
+            if metadata["digest"] != _digest(arrays, metadata):
+                raise ValueError(f"{path.name}: its contents are not what was written")
             as_bytes = set(json.loads(metadata["bytes"]))
             groups: dict[str, dict[str, np.ndarray | bytes]] = {"state": {}, "book": {}, "learner": {}}
             for name, array in arrays.items():

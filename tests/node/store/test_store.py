@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.node.store import checkpoint as checkpoint_module
 from shoal.node.store import datadir as datadir_module
@@ -188,3 +193,256 @@ def test_metrics_survive_a_torn_line_and_stay_bounded(tmp_path: Path, monkeypatc
     monkeypatch.setattr(metrics_module, "METRICS_BYTES_MAX", 60)
     append_metrics(tmp_path, {"round": 3})
     assert [r["round"] for r in read_metrics(tmp_path)] == [2, 3]
+
+
+def test_equal_states_are_equal_files_in_every_process() -> None:
+    """Newcomers compare chunk hashes of several peers: a writer with a random order would make honest peers disagree."""
+    code = (
+        "import hashlib, numpy as np\n"
+        "from shoal.node.store.checkpoint import serialize\n"
+        "a = {'theta': np.arange(5, dtype=np.float32), 'outer': np.ones(5, np.float32), 'n': np.arange(3)}\n"
+        "print(hashlib.sha256(b''.join(serialize(a, {'x': 'y', 'format': 'z', 'state': '{}', 'w': ''}))).hexdigest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in (1, 2, 3)
+    }
+    assert len(found) == 1
+
+
+@given(
+    st.dictionaries(
+        st.text("abc/", min_size=1, max_size=5),
+        st.tuples(
+            st.sampled_from(["f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?"]),
+            st.lists(st.integers(0, 3), max_size=3),
+        ),
+        max_size=5,
+    )
+)
+def test_what_is_written_is_what_safetensors_reads(described: dict[str, tuple[str, list[int]]]) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: np.asarray(rng.integers(0, 2, shape)).astype(dtype) for name, (dtype, shape) in described.items()}
+    from safetensors.numpy import load
+
+    loaded = load(b"".join(checkpoint_module.serialize(arrays, {"k": "v"})))
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert loaded[name].dtype == array.dtype and loaded[name].shape == array.shape
+        assert np.array_equal(loaded[name], array)
+
+
+def test_a_dtype_that_a_checkpoint_cannot_hold_is_said() -> None:
+    with pytest.raises(ValueError, match="complex128"):
+        checkpoint_module.serialize({"z": np.zeros(1, complex)}, {})
+
+
+def test_a_resync_to_an_earlier_round_is_what_a_restart_finds(tmp_path: Path) -> None:
+    """The losers of a fork adopt a state of a lower round; their own branch's files must not win by their number."""
+    store = Checkpoints(tmp_path, keep=2)
+    for round_ in (8, 9, 10):
+        store.save(checkpoint(round_))
+    adopted = checkpoint(7)
+    store.save(adopted)
+    loaded = store.newest()
+    assert loaded is not None and loaded.state.hash == adopted.state.hash
+    assert [p.name for p in store.paths()] == ["round-0000000007.safetensors"]
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
+def test_a_checkpoint_cut_at_any_step_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The disk fails at the n-th call of each kind that saving makes, for every n."""
+    store = Checkpoints(tmp_path)
+    store.save(checkpoint(1))
+    real = getattr(os, step)
+    for fail_at in range(1, 30):
+        calls = 0
+
+        def failing(*args: Any, fail_at: int = fail_at) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                if step == "write":
+                    real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args)
+
+        monkeypatch.setattr(datadir_module.os, step, failing)
+        try:
+            store.save(checkpoint(2))
+            saved = True
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            saved = False
+        monkeypatch.undo()
+        loaded = store.newest()
+        assert loaded is not None and loaded.state.round in ({2} if saved else {1, 2})
+        assert not list(tmp_path.glob("*.tmp"))
+        if saved:
+            return
+        for path in store.paths():
+            if path.name != "round-0000000001.safetensors":
+                path.unlink()
+    raise AssertionError("never saved")
+
+
+@given(st.data())
+def test_any_damage_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Any byte of a checkpoint changed, or any tail cut: the one before is used, or (in padding) the same state is read."""
+    folder = tmp_path_factory.mktemp("damage")
+    store = Checkpoints(folder)
+    store.save(checkpoint(1))
+    path = store.save(checkpoint(2))
+    good = path.read_bytes()
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(good) - 1))
+        path.write_bytes(good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :])
+    else:
+        path.write_bytes(good[: data.draw(st.integers(0, len(good) - 1))])
+    loaded = store.newest()
+    assert loaded is not None and loaded.state.hash in (state(1, outer=True).hash, state(2, outer=True).hash)
+    assert loaded.commit == b"commit" and loaded.extra == {"x": [1, 2]} and loaded.state.electorate == ("a", "b")
+    assert loaded.state.total_weight == 7 and loaded.learner["rng"] == b"\0\1"
+    assert np.array_equal(loaded.learner["m"], np.ones(5)) and np.array_equal(loaded.book["learned"], np.arange(5))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["round", "lineage", "vector", "electorate", "total_weight", "hash"]), inner
+            )
+        ),
+    )
+)
+def test_any_metadata_from_a_peer_ends_in_the_declared_error(
+    tmp_path_factory: pytest.TempPathFactory, described: Any
+) -> None:  # fmt: skip
+    path = tmp_path_factory.mktemp("hostile") / "state"
+    arrays = {"theta": np.zeros(5, np.float32)}
+    metadata = {"format": checkpoint_module.FORMAT, "state": json.dumps(described)}
+    path.write_bytes(b"".join(checkpoint_module.serialize(arrays, metadata)))
+    with pytest.raises(ValueError):
+        read_state_file(path, 5)
+
+
+def test_deeply_nested_metadata_ends_in_the_declared_error(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    metadata = {"format": checkpoint_module.FORMAT, "state": "[" * 100_000}
+    path.write_bytes(b"".join(checkpoint_module.serialize({"theta": np.zeros(5, np.float32)}, metadata)))
+    with pytest.raises(ValueError):
+        read_state_file(path, 5)
+
+
+def test_reading_beside_a_running_node_renames_nothing_that_was_pruned(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(checkpoint(1))
+    gone = tmp_path / "round-0000000009.safetensors"
+
+    class Racing(Checkpoints):
+        def paths(self) -> list[Path]:
+            return [gone, *super().paths()]
+
+    warnings: list[str] = []
+    loaded = Racing(tmp_path).newest(warnings.append)
+    assert loaded is not None and loaded.state.round == 1 and not warnings
+
+
+def test_a_commit_that_could_not_be_written_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = CommitFile(tmp_path / "commits", kept=4)
+    commits.append(b"one")
+    real = os.pwrite
+
+    def torn(descriptor: int, data: bytes, offset: int) -> int:
+        real(descriptor, data[:5], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", torn)
+    with pytest.raises(OSError):
+        commits.append(b"two")
+    with pytest.raises(OSError):
+        commits.replace([b"three"])
+    monkeypatch.undo()
+    assert commits.records == [b"one"] and not list(tmp_path.glob("*.tmp"))
+    commits.append(b"four")
+    commits.close()
+    assert CommitFile(tmp_path / "commits").records == [b"one", b"four"]
+
+
+def test_a_commit_file_cut_at_any_byte_is_a_prefix_that_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "commits"
+    commits = CommitFile(path)
+    said = [b"commit one", b"commit two", b"commit three"]
+    for commit in said:
+        commits.append(commit)
+    commits.close()
+    data = path.read_bytes()
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        again = CommitFile(path)
+        count = len(again.records)
+        assert again.records == said[:count]
+        again.append(b"next")
+        again.close()
+        last = CommitFile(path)
+        assert last.records == [*said[:count], b"next"]
+        last.close()
+
+
+def test_a_full_disk_while_halving_does_not_fail_the_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = CommitFile(tmp_path / "commits", kept=2)
+
+    def full(source: Any, target: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    for i in range(7):
+        commits.append(b"%d" % i)
+    assert len(commits.records) == 7
+    monkeypatch.undo()
+    commits.append(b"7")
+    assert commits.records == [b"6", b"7"]
+    commits.close()
+
+
+def test_a_filesystem_that_cannot_lock_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(datadir_module.fcntl, "flock", unsupported)
+    with pytest.raises(ShoalError) as caught:
+        DataDir(tmp_path / "node")
+    assert caught.value.code is ExitCode.DISK
+
+
+def test_another_process_is_named_and_its_death_frees_the_directory(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from shoal.node.store.datadir import DataDir\n"
+        "d = DataDir(pathlib.Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "node")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+        with pytest.raises(ShoalError) as caught:
+            DataDir(tmp_path / "node")
+        assert caught.value.code is ExitCode.LOCKED and str(holder.pid) in caught.value.values
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+    DataDir(tmp_path / "node").close()
