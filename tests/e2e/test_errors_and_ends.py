@@ -170,8 +170,8 @@ def test_a_signal_is_a_clean_leave_and_the_restart_goes_on(tmp_path: Path, numbe
         together = max(one.rounds()) + 2
         one.wait_round(together)
         one.assert_same_history(from_round=together)
-        status = second.status()
-        assert status is not None and status["seq"] > last and second.ask("book")["exact"]
+        one.wait(lambda: (second.status() or {"seq": 0})["seq"] > last, "the second publishes again, under a new dot")
+        assert second.ask("book")["exact"]
 
 
 def test_everything_is_killed_and_the_swarm_forms_again(tmp_path: Path) -> None:
