@@ -37,7 +37,7 @@ from ..protocol.handshake import Refused, Self
 from ..protocol.identity import Identity
 from ..protocol.invite import Invite
 from ..protocol.membership import State
-from ..protocol.transport import DialError, Stream, StreamClosed
+from ..protocol.transport import DialError, StreamClosed
 from ..protocol.version import VersionVector, genesis_lineage
 from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Summary, Welcome
 from ..protocol.wire_pb2 import Commit as WireCommit
@@ -1072,6 +1072,3 @@ def run_daemon(config: Config, invite: str | None, *, given_run: bool = False) -
     """Run a node until it ends; the exit code. Raises ShoalError for what a person must mend."""
     parsed = Invite.parse(invite) if invite else None
     return int(asyncio.run(Daemon(config, parsed, given_run=given_run).run()))
-
-
-__all__ = ["Daemon", "Stream", "run_daemon"]

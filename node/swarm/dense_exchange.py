@@ -20,7 +20,8 @@ from ...protocol.errors import PeerFault
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.version import sha256
 from ...protocol.wire_pb2 import DenseChunk, DenseHello, PullRequest
-from .ring_exchange import EARLY_PUSH_SECONDS, FRAME_SECONDS, OPEN_SECONDS, OpenStream, parse
+from .frames import parse, receive_payload, send_payload
+from .ring_exchange import EARLY_PUSH_SECONDS, FRAME_SECONDS, OPEN_SECONDS, OpenStream
 from .state import MergeRules
 
 # One hop of a large model over a slow uplink; the attempt's own deadline usually ends it sooner.
@@ -137,8 +138,7 @@ class DenseExchange:
         await stream.send(DenseChunk(hop=hop, chunk=chunk, payload_size=len(payload)).SerializeToString())
         if self._before_chunk is not None:
             await self._before_chunk()
-        for at in range(0, len(payload), limits.PAYLOAD_FRAME_BYTES):
-            await stream.send(payload[at : at + limits.PAYLOAD_FRAME_BYTES])
+        await send_payload(stream, payload)
 
     async def serve(self, peer: str, stream: Stream) -> None:
         """Handler of "Dense" streams: the predecessor's chunks of the attempt in progress."""
@@ -162,7 +162,7 @@ class DenseExchange:
                 parse(head, await stream.recv(HOP_SECONDS))
                 if head.hop != hop or head.payload_size > reduce.max_bytes(hop):
                     raise PeerFault("bad_chunk", f"hop {head.hop} of {head.payload_size} bytes, expected hop {hop}")
-                payload = await _payload(stream, head.payload_size)
+                payload = await receive_payload(stream, head.payload_size, FRAME_SECONDS, fault="bad_chunk")
                 await self._clock.run(lambda h=hop, p=payload: reduce.incoming(h, p))
                 self._signal()
             if self._reduce is reduce:
@@ -204,7 +204,7 @@ class DenseExchange:
                 parse(head, await stream.recv(FRAME_SECONDS))
                 if head.payload_size > 4 * self._d + 1:
                     raise PeerFault("bad_chunk", f"{head.payload_size} bytes")
-                payload = await _payload(stream, head.payload_size)
+                payload = await receive_payload(stream, head.payload_size, FRAME_SECONDS, fault="bad_chunk")
                 if sha256(payload) != wanted:
                     raise PeerFault("bad_chunk", "another chunk than was asked for")
                 self._chunks[wanted] = payload
@@ -237,12 +237,3 @@ async def _until_read(stream: Stream) -> None:
     except StreamClosed as closed:
         if not closed.clean:
             raise
-
-
-async def _payload(stream: Stream, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        data += await stream.recv(FRAME_SECONDS)
-        if len(data) > size:
-            raise PeerFault("bad_chunk", f"{len(data)} bytes, announced {size}")
-    return bytes(data)

@@ -25,7 +25,7 @@ from ...protocol.version import Dot, sha256
 from ...protocol.wire_pb2 import Dot as WireDot
 from ...protocol.wire_pb2 import UpdateHeader
 from ..learner import Learner, LocalResult, StepStats
-from ..store.journal import Journal, JournalFull, OwnUpdate
+from ..store.journal import Journal, OwnUpdate
 from .shards import SHARDS
 from .state import SharedState, head_of
 from .updates import UpdateStore
@@ -158,6 +158,3 @@ class LocalWork:
     def record_own(self, dot: Dot, own: Sparse | np.ndarray) -> None:
         """Book an own update's decoded value: what is given back if the swarm does not adopt it."""
         self.book.record(dot, own)
-
-
-__all__ = ["JournalFull", "LocalWork", "Work"]

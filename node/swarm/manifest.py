@@ -18,7 +18,7 @@ from ...protocol.signing import sign_body, verify_body
 from ...protocol.transport import Stream
 from ...protocol.version import genesis_lineage, sha256
 from ...protocol.wire_pb2 import Genesis, ManifestReply, ManifestRequest, Signed
-from .ring_exchange import parse
+from .frames import parse
 
 MANIFEST_SECONDS = 15.0
 

@@ -16,14 +16,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError, Message
-
 from ...aggregation.ring import RingAllGather
 from ...protocol import limits
 from ...protocol.ballot_messages import Header, update_hash
 from ...protocol.errors import PeerFault
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.wire_pb2 import PullRequest, PushDone, PushHave, PushHello, Signed, UpdateStart
+from .frames import parse, send_payload
 from .updates import UpdateStore
 
 OpenStream = Callable[[str, str, float], Awaitable[Stream]]
@@ -55,14 +54,6 @@ class Transfer:
 
     def origin(self, update_hash: bytes) -> str:
         return self.headers[update_hash].dot.peer
-
-
-def parse(message: Message, frame: bytes) -> None:
-    """Decode `frame` into `message`. Raises PeerFault("bad_message")."""
-    try:
-        message.ParseFromString(frame)
-    except DecodeError as error:
-        raise PeerFault("bad_message", f"{type(message).__name__}: {error}") from None
 
 
 class RingExchange:
@@ -190,8 +181,7 @@ class RingExchange:
         await stream.send(start.SerializeToString())
         if self._before_payload is not None:
             await self._before_payload()
-        for offset in range(0, len(payload), limits.PAYLOAD_FRAME_BYTES):
-            await stream.send(payload[offset : offset + limits.PAYLOAD_FRAME_BYTES])
+        await send_payload(stream, payload)
 
     async def serve_push(self, peer: str, stream: Stream) -> None:
         """Handler of "Push" streams."""

@@ -25,7 +25,6 @@ from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Mess
 from ...protocol.ballot_rules import choose_exchange
 from ...protocol.commit import CheckedCommit, CommitLog, check_commit
 from ...protocol.deadlines import Deadlines
-from ...protocol.errors import PeerFault
 from ...protocol.identity import Identity
 from ...protocol.transport import Clock
 from ...protocol.wire_pb2 import Envelope, Summary
@@ -152,10 +151,6 @@ class Rounds:
     def finished(self) -> bool:
         """The run's last round is in the state and on disk."""
         return 0 < self.settings.rounds_max <= self.durable_round
-
-    @property
-    def roster(self) -> Roster | None:
-        return self._ballot.roster if self._ballot else None
 
     def summary(self) -> Summary:
         """What membership carries of us."""
@@ -577,6 +572,3 @@ def transfer_of(roster: Roster) -> Transfer:
         order=roster.peers,
         headers=sparse,
     )
-
-
-__all__ = ["Progress", "RoundSettings", "Rounds", "PeerFault"]

@@ -20,7 +20,7 @@ from ...protocol.transport import Clock, Stream
 from ...protocol.version import sha256
 from ...protocol.wire_pb2 import StateChunk, StateOffer, StateRequest
 from ..store.checkpoint import state_parts
-from .ring_exchange import parse
+from .frames import parse
 from .state import SharedState
 
 REQUEST_SECONDS = 15.0

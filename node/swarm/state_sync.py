@@ -26,7 +26,7 @@ from ...protocol.wire_pb2 import Commit as WireCommit
 from ...protocol.wire_pb2 import StateChunk, StateOffer, StateRequest
 from ..store.checkpoint import read_state_file
 from .chunks import STEAL_SECONDS, ChunkList, Offer, PartialFile
-from .ring_exchange import parse
+from .frames import parse, receive_payload
 from .state import SharedState
 from .state_server import StateServer, chunk_bytes
 
@@ -290,13 +290,7 @@ async def _receive_chunk(stream: Stream, index: int, size: int, timeout_s: float
     if (head.index, head.payload_size) != (index, size):
         detail = f"chunk {head.index} of {head.payload_size} bytes, expected {index} of {size}"
         raise PeerFault("bad_message", detail)
-    data = bytearray()
-    while len(data) < size:
-        piece = await stream.recv(timeout_s)
-        if not piece or len(data) + len(piece) > size:
-            raise PeerFault("bad_message", f"a frame of {len(piece)} bytes after {len(data)} of {size}")
-        data += piece
-    return bytes(data)
+    return await receive_payload(stream, size, timeout_s, fault="bad_message")
 
 
 async def _stop(tasks: list[asyncio.Task[None]]) -> None:
