@@ -114,7 +114,7 @@ class Report:
             for v in self.violations
         ]
         lines += [f"  UNMET      {text}" for text in self.unmet]
-        lines += [f"  ERROR      {text}" for text in self.errors]
+        lines += [f"  ERROR      {_one_line(text)}" for text in self.errors]
         if self.replay:
             lines.append(f"  replay     {self.replay}")
         return "\n".join(lines)
@@ -142,6 +142,12 @@ class Report:
                 code=ExitCode.DISK,
             ) from None
         return written
+
+
+def _one_line(text: str) -> str:
+    """A traceback's head and its last line; the whole is in report.json."""
+    lines = text.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
 
 
 def _number(value: float | None) -> str:
