@@ -71,7 +71,9 @@ class Keeper:
                 self._commits.append(self.last_commit)
             self._settle(state)
             self.checkpoint(state)
-            self._journal.compact({u.dot for u in self._journal.updates if u.round > state.round})
+            # Down to the oldest checkpoint kept: if the newer ones are damaged, what they held is booked from here again.
+            covered = min(state.round, self._checkpoints.oldest_round())
+            self._journal.compact({u.dot for u in self._journal.updates if u.round > covered})
             self.trouble = ""
         except OSError as error:
             self.trouble = f"{error.strerror or error}"
@@ -129,6 +131,6 @@ class Keeper:
             record |= {f"eval_{k}": v for k, v in self.evaluation.items()}
         self.recent.append(record)
         try:
-            append_metrics(self._data.path, record)
+            append_metrics(self._data.path, record, self._data.disk)
         except OSError as error:
             self._say("metrics not written", level="warning", cause=str(error))

@@ -10,7 +10,7 @@ import ipaddress
 import json
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,21 +31,24 @@ DESCRIBED_MAX = 8
 class PeerCache:
     """Peers that were connected to, newest first, in a small JSON file. A damaged file is set aside, not fatal."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        read: Callable[[Path], bytes] = Path.read_bytes,
+        replace: Callable[[Path, Path], None] = os.replace,
+    ) -> None:
         self.peers: dict[str, list[str]] = {}
         self.warning = ""
         try:
-            with path.open("rb") as file:
-                content = file.read(CACHE_BYTES_MAX + 1)
-            self.peers = _parse_cache(content)
+            self.peers = _parse_cache(read(path))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, PeerFault) as error:
             aside = path.with_name(path.name + ".damaged")
             self.warning = f"peer cache {path} cannot be used ({error}); set aside as {aside.name}, starting without it"
             try:
-                os.replace(path, aside)
+                replace(path, aside)
             except OSError as failed:
                 self.warning = f"peer cache {path} cannot be used ({error}) nor set aside ({failed})"
 

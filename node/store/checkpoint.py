@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,13 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load
 
 from ...protocol import limits
 from ...protocol.errors import ExitCode, ShoalError
 from ...protocol.version import VersionVector
 from ..swarm.state import SharedState
-from .datadir import write_atomic
+from .disk import REAL_DISK, Disk, write_atomic
 
 FORMAT = "shoal-checkpoint-1"
 SUFFIX = ".safetensors"
@@ -122,9 +122,9 @@ def state_file(state: SharedState) -> bytes:
     return b"".join(state_parts(state))
 
 
-def read_state_file(path: Path, d: int) -> SharedState:
+def read_state_file(path: Path, d: int, disk: Disk = REAL_DISK) -> SharedState:
     """Inverse of `state_file`, from a file that a peer gave: hostile. Raises ValueError with what is wrong."""
-    arrays, metadata = _read(path)
+    arrays, metadata = _read(path, disk)
     if metadata.get("format") != FORMAT or not {"theta"} <= arrays.keys() <= {"theta", "outer"}:
         raise ValueError("not a shoal state file")
     for name, array in arrays.items():
@@ -139,17 +139,32 @@ def read_state_file(path: Path, d: int) -> SharedState:
         raise ValueError(f"damaged metadata: {error!r}") from None
 
 
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _read(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and metadata. Read by safetensors' own reader: by mapping the file where there is one."""
     try:
+        if disk is not REAL_DISK:
+            return _parse(disk.read(path))
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        if header > METADATA_BYTES_MAX:
-            raise ValueError(f"header of {header} bytes")
+        _check_header(header)
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
             return {name: opened.get_tensor(name) for name in opened.keys()}, metadata
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path.name}: {error}") from None
+
+
+def _parse(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    header = int.from_bytes(data[:8], "little")
+    _check_header(header)
+    arrays = load(data)
+    metadata = json.loads(data[8 : 8 + header]).get("__metadata__") or {}
+    return arrays, metadata
+
+
+def _check_header(size: int) -> None:
+    if size > METADATA_BYTES_MAX:
+        raise ValueError(f"header of {size} bytes")
 
 
 def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
@@ -167,13 +182,19 @@ def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> st
 class Checkpoints:
     """The checkpoints in one folder. `save` blocks; run it in a worker thread."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, keep: int = 2, disk: Disk = REAL_DISK) -> None:
+        self._folder, self._disk = folder, disk
         self._keep = max(1, keep)
 
     def paths(self) -> list[Path]:
         """Newest first."""
-        return sorted(self._folder.glob(f"round-*{SUFFIX}"), reverse=True)
+        names = [n for n in self._disk.names(self._folder) if n.startswith("round-") and n.endswith(SUFFIX)]
+        return [self._folder / name for name in reversed(names)]
+
+    def oldest_round(self) -> int:
+        """Of the checkpoints kept; 0 when there are none."""
+        paths = self.paths()
+        return int(paths[-1].name[len("round-") : -len(SUFFIX)]) if paths else 0
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write one, then prune. Raises OSError: every older one is still valid."""
@@ -197,17 +218,17 @@ class Checkpoints:
         }
         metadata["digest"] = _digest(arrays, metadata)
         path = self._folder / f"round-{checkpoint.state.round:010d}{SUFFIX}"
-        write_atomic(path, serialize(arrays, metadata))
+        write_atomic(self._disk, path, serialize(arrays, metadata))
         # Files of later rounds belong to a branch that was given up for this state: a restart must not prefer them.
         paths = self.paths()
         at = paths.index(path)
         for old in (*paths[:at], *paths[at + self._keep :]):
-            old.unlink(missing_ok=True)
+            self._disk.unlink(old)
         return path
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify one. Raises ValueError."""
-        arrays, metadata = _read(path)
+        arrays, metadata = _read(path, self._disk)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path.name} has format {metadata.get('format')}, expected {FORMAT}")
         try:
@@ -237,13 +258,13 @@ class Checkpoints:
             try:
                 return self.load(path)
             except ValueError as error:
-                if not path.exists():
+                if not self._disk.exists(path):
                     continue  # pruned meanwhile by the node that runs here; a newer one is on the list or about to be
                 problems.append(str(error))
                 if warn is not None:
                     warn(f"checkpoint set aside: {error}")
                 with contextlib.suppress(OSError):  # read-only: it stays, and the one before is used all the same
-                    os.replace(path, path.with_name(path.name + ".damaged"))
+                    self._disk.replace(path, path.with_name(path.name + ".damaged"))
         if problems:
             raise ShoalError(
                 "No checkpoint can be read",

@@ -8,13 +8,12 @@ holds twice the records kept. What a record proves, and which lineage it belongs
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from pathlib import Path
 
 from ...protocol import limits
 from ...protocol.version import sha256
-from .datadir import TEMPORARY, sync_folder
+from .disk import REAL_DISK, TEMPORARY, Disk, write_all
 
 _HEAD = struct.Struct(">I8s")
 
@@ -22,12 +21,12 @@ _HEAD = struct.Struct(">I8s")
 class CommitFile:
     """Oldest first. `append` blocks and fsyncs."""
 
-    def __init__(self, path: Path, kept: int = limits.COMMIT_RECORDS_KEPT) -> None:
+    def __init__(self, path: Path, kept: int = limits.COMMIT_RECORDS_KEPT, disk: Disk = REAL_DISK) -> None:
         """Open or make the file. Raises OSError."""
-        self._path, self._kept = path, kept
+        self._path, self._kept, self._disk = path, kept, disk
         self.records: list[bytes] = []
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        data = path.read_bytes()
+        self._descriptor = disk.open(path)
+        data = disk.read(path)
         end = 0
         while end + _HEAD.size <= len(data):
             size, checksum = _HEAD.unpack_from(data, end)
@@ -36,18 +35,18 @@ class CommitFile:
                 break
             self.records.append(body)
             end += _HEAD.size + size
-        os.ftruncate(self._descriptor, end)
+        disk.truncate(self._descriptor, end)
         self._end = end
-        sync_folder(path.parent)
+        disk.sync_folder(path.parent)
 
     def append(self, commit: bytes) -> None:
         """Raises OSError; the file then ends where it did."""
         record = _framed(commit)
         try:
-            _write(self._descriptor, record, self._end)
+            self._write(self._descriptor, record, self._end)
         except OSError:
             with contextlib.suppress(OSError):  # a torn record is told by its checksum; the next one overwrites it
-                os.ftruncate(self._descriptor, self._end)
+                self._disk.truncate(self._descriptor, self._end)
             raise
         self._end += len(record)
         self.records.append(commit)
@@ -59,28 +58,25 @@ class CommitFile:
         """Start again with these records (after a state download, or to bound the file). Raises OSError."""
         data = b"".join(_framed(c) for c in commits)
         temporary = self._path.with_name(self._path.name + TEMPORARY)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = self._disk.open(temporary, fresh=True)
         try:
-            _write(descriptor, data, 0)
-            os.replace(temporary, self._path)
+            self._write(descriptor, data, 0)
+            self._disk.replace(temporary, self._path)
         except OSError:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
+            self._disk.close(descriptor)
+            self._disk.unlink(temporary)
             raise
         # From here on the old file has no name: what is appended must go to the new one.
-        os.close(self._descriptor)
+        self._disk.close(self._descriptor)
         self._descriptor, self._end, self.records = descriptor, len(data), list(commits)
-        sync_folder(self._path.parent)
+        self._disk.sync_folder(self._path.parent)
+
+    def _write(self, descriptor: int, data: bytes, offset: int) -> None:
+        write_all(self._disk, descriptor, data, offset)
+        self._disk.sync(descriptor)
 
     def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:], offset + written)
-    os.fdatasync(descriptor)
+        self._disk.close(self._descriptor)
 
 
 def _framed(commit: bytes) -> bytes:

@@ -8,7 +8,7 @@ Form: one file of records `length (4) | kind (1) | sha-256 of kind and body, 16 
 file is preallocated in steps, so that a full disk is found before a record is half written. A torn or zero tail ends the
 reading. Records that a checkpoint covers are dropped by rewriting the file (temporary, fsync, rename, fsync of the
 folder); until that last step is known to be on disk nothing more is appended, or a crash could bring the old file back
-without what was said since. All system calls that change something go through `Files`.
+without what was said since. Every call goes through `Disk`.
 
 Does not cover: what the records mean to the round (protocol/ballot_record.py) or the residual (aggregation/book.py).
 """
@@ -16,21 +16,18 @@ Does not cover: what the records mean to the round (protocol/ballot_record.py) o
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import os
 import struct
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from ...protocol.ballot_record import BallotRecord, decode_record
 from ...protocol.version import NO_HEAD, Dot
-from .datadir import TEMPORARY, sync_folder
+from .disk import REAL_DISK, TEMPORARY, Disk, write_all
 
 _RECORD = struct.Struct(">IB16s")
 _IDENTITY, _UPDATE, _BALLOT = 1, 2, 3
@@ -66,65 +63,13 @@ class OwnUpdate:
     delta: np.ndarray
 
 
-class Files(Protocol):
-    """The system calls by which the journal changes the disk; tests and the simulator hand in a disk that fails."""
-
-    def create(self, path: Path) -> int:
-        """Open for reading and writing, empty."""
-        ...
-
-    def write(self, descriptor: int, data: bytes, offset: int) -> int: ...
-
-    def sync(self, descriptor: int) -> None: ...
-
-    def allocate(self, descriptor: int, offset: int, size: int) -> None: ...
-
-    def truncate(self, descriptor: int, size: int) -> None: ...
-
-    def replace(self, source: Path, target: Path) -> None: ...
-
-    def sync_folder(self, folder: Path) -> None: ...
-
-
-class RealFiles:
-    """`Files` on a real disk."""
-
-    def create(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-
-    def write(self, descriptor: int, data: bytes, offset: int) -> int:
-        return os.pwrite(descriptor, data, offset)
-
-    def sync(self, descriptor: int) -> None:
-        os.fdatasync(descriptor)
-
-    def allocate(self, descriptor: int, offset: int, size: int) -> None:
-        """Reserve space where the system can; elsewhere a full disk is found by the write itself."""
-        if not hasattr(os, "posix_fallocate"):
-            return
-        try:
-            os.posix_fallocate(descriptor, offset, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-
-    def truncate(self, descriptor: int, size: int) -> None:
-        os.ftruncate(descriptor, size)
-
-    def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
-    def sync_folder(self, folder: Path) -> None:
-        sync_folder(folder)
-
-
 class Journal:
     """An open journal. Methods block (run them in a worker thread); one at a time, whichever thread calls."""
 
-    def __init__(self, folder: Path, files: Files | None = None) -> None:
+    def __init__(self, folder: Path, disk: Disk = REAL_DISK) -> None:
         """Open or make the journal in `folder` and read what it holds. Raises OSError, ShoalError (ballot record damaged)."""
         self._folder = folder
-        self._files = files or RealFiles()
+        self._disk = disk
         self._path = folder / FILE
         self.incarnation = 0
         self.last_seq = 0
@@ -132,7 +77,7 @@ class Journal:
         self.updates: list[OwnUpdate] = []
         self._ballot: BallotRecord | None = None
         self._lock = threading.RLock()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = disk.open(self._path)
         self._end = self._allocated = 0
         self._superseded = 0  # bytes of ballot records that a later one replaced
         self._ballot_size = 0
@@ -142,7 +87,7 @@ class Journal:
     # ------------------------------------------------------------------------------------------------ reading
 
     def _replay(self) -> None:
-        data = self._path.read_bytes()
+        data = self._disk.read(self._path)
         self._allocated = len(data)
         at = 0
         while at + _RECORD.size <= len(data):
@@ -154,11 +99,11 @@ class Journal:
             at += _RECORD.size + size
         self._end = at
         if at:  # what a killed process had written but not synced is in the page cache only; what is replayed must stay
-            self._files.sync(self._descriptor)
+            self._disk.sync(self._descriptor)
         # What follows is a torn write: it must not be read as records after a later, shorter append.
         if data.count(0, at) != len(data) - at:
-            self._files.truncate(self._descriptor, at)
-            self._files.sync(self._descriptor)
+            self._disk.truncate(self._descriptor, at)
+            self._disk.sync(self._descriptor)
             self._allocated = at
 
     def _take(self, kind: int, body: bytes) -> None:
@@ -183,15 +128,15 @@ class Journal:
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def start_incarnation(self, known: int = 0) -> int:
+    def start_incarnation(self, known: int = 0, *, now_wall: float = 0.0) -> int:
         """Begin a new life, above every one that is known of: no journal, a lost one, or one older than the swarm knows.
 
-        Wall time makes it new even if nobody can be asked; `known` makes it new even if the clock is wrong.
+        Wall time (unix seconds) makes it new even if nobody can be asked; `known` makes it new even if the clock is wrong.
 
         Raises JournalFull: the old life goes on.
         """
         with self._lock:
-            incarnation = max(int(time.time()), known + 1, self.incarnation + 1)
+            incarnation = max(int(now_wall), known + 1, self.incarnation + 1)
             self._append(_IDENTITY, struct.pack(">QQ", incarnation, 0) + NO_HEAD)
             self.incarnation, self.last_seq, self.last_head = incarnation, 0, NO_HEAD
             return incarnation
@@ -211,6 +156,16 @@ class Journal:
             self.updates.append(update)
             self.last_seq, self.last_head = update.dot.seq, update.head
 
+    def say(self, peer: str, build: Callable[[Dot, bytes], OwnUpdate]) -> OwnUpdate:
+        """Make the next update from its dot and the head before it, and make it durable; no new life can begin in between.
+
+        Raises JournalFull: the dot was not used.
+        """
+        with self._lock:
+            update = build(self.next_dot(peer), self.last_head)
+            self.append_update(update)
+            return update
+
     def save_ballot(self, record: BallotRecord) -> None:
         """Make promise and votes durable. Raises JournalFull."""
         body = record.encode()
@@ -222,30 +177,28 @@ class Journal:
         record = _framed(kind, body)
         try:
             if self._renamed:
-                self._files.sync_folder(self._folder)
+                self._disk.sync_folder(self._folder)
                 self._renamed = False
             if self._end + len(record) > self._allocated:
                 grow = max(PREALLOCATE_BYTES, len(record))
-                self._files.allocate(self._descriptor, self._allocated, grow)
+                self._disk.allocate(self._descriptor, self._allocated, grow)
                 self._allocated += grow
             self._write(self._descriptor, record, self._end)
-            self._files.sync(self._descriptor)
+            self._disk.sync(self._descriptor)
         except OSError as error:
             self._undo()
             raise JournalFull(f"{self._path}: {error.strerror or error}") from None
         self._end += len(record)
 
     def _write(self, descriptor: int, record: bytes, offset: int) -> None:
-        written = 0
-        while written < len(record):
-            written += self._files.write(descriptor, record[written:], offset + written)
+        write_all(self._disk, descriptor, record, offset)
 
     def _undo(self) -> None:
         """Wipe a record that may be half there: later it must not be found complete."""
         try:
-            self._files.truncate(self._descriptor, self._end)
+            self._disk.truncate(self._descriptor, self._end)
             self._allocated = self._end
-            self._files.sync(self._descriptor)
+            self._disk.sync(self._descriptor)
         except OSError:
             pass  # the checksum still tells a torn record; the next append overwrites it
 
@@ -266,31 +219,31 @@ class Journal:
 
     def _rewrite(self, parts: list[tuple[int, bytes]]) -> None:
         temporary = self._path.with_name(FILE + TEMPORARY)
-        descriptor = self._files.create(temporary)
+        descriptor = self._disk.open(temporary, fresh=True)
         try:
             end = 0
             for kind, body in parts:
                 record = _framed(kind, body)
                 self._write(descriptor, record, end)
                 end += len(record)
-            self._files.sync(descriptor)
-            self._files.replace(temporary, self._path)
+            self._disk.sync(descriptor)
+            self._disk.replace(temporary, self._path)
         except OSError:
-            os.close(descriptor)
+            self._disk.close(descriptor)
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                self._disk.unlink(temporary)
             raise
         # From here on the old file has no name: what is appended must go to the new one, and only once its name is safe.
-        os.close(self._descriptor)
+        self._disk.close(self._descriptor)
         self._descriptor, self._end, self._allocated, self._renamed = descriptor, end, end, True
         self._superseded = 0
         with contextlib.suppress(OSError):  # the next append tries again, and fails if this does
-            self._files.sync_folder(self._folder)
+            self._disk.sync_folder(self._folder)
             self._renamed = False
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._disk.close(self._descriptor)
             self._descriptor = -1
 
 
@@ -321,6 +274,3 @@ def _decode_update(body: bytes) -> OwnUpdate:
     payload = body[at : at + payload_size]
     delta = np.frombuffer(body, "<f4", offset=at + payload_size).astype(np.float32)
     return OwnUpdate(Dot(peer, incarnation, seq), round_, base, signed, payload, head, delta)
-
-
-__all__ = ["Files", "Journal", "JournalFull", "OwnUpdate", "RealFiles"]

@@ -6,34 +6,35 @@ Not part of the shared state and never needed for correctness, so it is flushed 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from .disk import REAL_DISK, Disk, write_all
 
 METRICS_FILE = "metrics.jsonl"
 # ~400 B a round: at this size the older half is dropped.
 METRICS_BYTES_MAX = 16 * 1024 * 1024
 
 
-def append_metrics(data_dir: Path, record: dict[str, Any]) -> None:
+def append_metrics(data_dir: Path, record: dict[str, Any], disk: Disk = REAL_DISK) -> None:
     """Append one record. A full disk loses the record, never the training: OSError is the caller's to log."""
     path = data_dir / METRICS_FILE
-    if path.exists() and path.stat().st_size > METRICS_BYTES_MAX:
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = path.with_suffix(".jsonl.tmp")
-        kept.write_bytes(b"".join(lines[len(lines) // 2 :]))
-        os.replace(kept, path)
-    with open(path, "ab") as file:
+    descriptor = disk.open(path)
+    try:
+        end = disk.size(descriptor)
+        if end > METRICS_BYTES_MAX:
+            lines = disk.read(path).splitlines(keepends=True)
+            kept = b"".join(lines[len(lines) // 2 :])
+            disk.close(descriptor)
+            descriptor = disk.open(path, fresh=True)
+            write_all(disk, descriptor, kept, 0)
+            end = len(kept)
         # A record torn by a crash must not swallow the next one.
-        if file.tell() and not _ends_with_newline(path):
-            file.write(b"\n")
-        file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        torn = end > 0 and disk.pread(descriptor, 1, end - 1) != b"\n"
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        write_all(disk, descriptor, b"\n" * torn + line, end)
+    finally:
+        disk.close(descriptor)
 
 
 def read_metrics(data_dir: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from ...protocol import limits
 from ...protocol.version import sha256
 from ...protocol.wire_pb2 import Commit as WireCommit
+from ..store.disk import REAL_DISK, Disk, write_all
 
 CHUNKS_PER_REQUEST = 8
 # For STATE_CHUNK_BYTES from a source nothing is known of: 17 kB/s is the slowest link that still takes part.
@@ -54,58 +54,61 @@ class Offer:
 class PartialFile:
     """The partial file of one offer and its bitmap. The bitmap is a hint: every chunk is hashed again when resuming."""
 
-    def __init__(self, folder: Path, offer: Offer) -> None:
-        self.offer = offer
+    def __init__(self, folder: Path, offer: Offer, disk: Disk = REAL_DISK) -> None:
+        self.offer, self._disk = offer, disk
         self.path = folder / f"download-{offer.key.hex()[:16]}.partial"
         self._index = self.path.with_name(self.path.name + ".json")
         self.done: set[int] = set()
         self._descriptor = -1
 
     @staticmethod
-    def interrupted(folder: Path) -> tuple[bytes, bytes]:
+    def interrupted(folder: Path, disk: Disk = REAL_DISK) -> tuple[bytes, bytes]:
         """(key, lineage) of a download that did not end; empty when there is none."""
-        for index in sorted(folder.glob("download-*.partial.json")):
+        for name in disk.names(folder):
+            if not (name.startswith("download-") and name.endswith(".partial.json")):
+                continue
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                saved = json.loads(index.read_text())
+                saved = json.loads(disk.read(folder / name))
                 return bytes.fromhex(saved["key"]), bytes.fromhex(saved["lineage"])
         return b"", b""
 
     def open(self) -> None:
         """Find what is there, drop other downloads' leftovers. Blocks. Raises OSError."""
-        for other in self.path.parent.glob("download-*.partial*"):
-            if not other.name.startswith(self.path.name):
-                other.unlink(missing_ok=True)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._descriptor, self.offer.size)
+        for name in self._disk.names(self.path.parent):
+            if name.startswith("download-") and ".partial" in name and not name.startswith(self.path.name):
+                self._disk.unlink(self.path.with_name(name))
+        self._descriptor = self._disk.open(self.path)
+        self._disk.truncate(self._descriptor, self.offer.size)
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):
-            for index in json.loads(self._index.read_text())["done"]:
-                data = os.pread(self._descriptor, self.offer.chunk_size, index * self.offer.chunk_size)
+            for index in json.loads(self._disk.read(self._index))["done"]:
+                data = self._disk.pread(self._descriptor, self.offer.chunk_size, index * self.offer.chunk_size)
                 if index >= 0 and sha256(data) == self.offer.chunk_hashes[index]:
                     self.done.add(index)
         self.remember()
 
     def write(self, index: int, data: bytes) -> None:
         """Raises OSError."""
-        view, at = memoryview(data), index * self.offer.chunk_size
-        while view:
-            written = os.pwrite(self._descriptor, view, at)
-            view, at = view[written:], at + written
+        write_all(self._disk, self._descriptor, data, index * self.offer.chunk_size)
         self.done.add(index)
 
     def remember(self) -> None:
         """Write the bitmap. Raises OSError."""
         saved = {"key": self.offer.key.hex(), "lineage": self.offer.lineage.hex(), "done": sorted(self.done)}
-        self._index.write_text(json.dumps(saved))
+        descriptor = self._disk.open(self._index, fresh=True)
+        try:
+            write_all(self._disk, descriptor, json.dumps(saved).encode(), 0)
+        finally:
+            self._disk.close(descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._disk.close(self._descriptor)
             self._descriptor = -1
 
     def forget(self) -> None:
         for name in (self.path, self._index):
             with contextlib.suppress(OSError):
-                name.unlink()
+                self._disk.unlink(name)
 
 
 class ChunkList:

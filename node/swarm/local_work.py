@@ -56,8 +56,15 @@ class LocalWork:
         compression: Compression,
         shards: Callable[[], tuple[int, ...]],
         dense: Callable[[int], bool] = lambda electorate: False,
+        check_life: Callable[[], None] = lambda: None,
         step_cost_s: float = 0.0,
     ) -> None:
+        """
+        Args:
+            dense: whether an electorate of this size exchanges densely.
+            check_life: starts a new incarnation where one is due, or raises JournalFull.
+            step_cost_s: virtual seconds of one inner step.
+        """
         self._learner = learner
         self._clock = clock
         self.book = book
@@ -68,6 +75,7 @@ class LocalWork:
         self._compression = compression
         self._dense = dense
         self._shards = shards
+        self._check_life = check_life
         self._step_cost_s = step_cost_s
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
@@ -118,6 +126,7 @@ class LocalWork:
         return await self._clock.run(lambda: self._publish(state, work))
 
     def _publish(self, state: SharedState, work: Work) -> Header:
+        self._check_life()
         residual = self.book.residual_f64()
         if self._dense(len(state.electorate)):
             self.dense_vector = residual.astype(np.float32)
@@ -126,21 +135,22 @@ class LocalWork:
         else:
             payload, encoding = encode(residual, self._compression), Encoding.SPARSE
             own = decode(payload, residual.size, self._compression)
-        dot = self._journal.next_dot(self._identity.peer_id)
-        wire = UpdateHeader(
-            dot=WireDot(peer=dot.peer, incarnation=dot.incarnation, seq=dot.seq),
-            previous_head=self._journal.last_head,
-            round=state.round + 1,
-            base_lineage=state.lineage,
-            weight=work.result.weight,
-            encoding=encoding.value,  # pyright: ignore[reportArgumentType]
-            payload_hash=sha256(payload),
-            payload_size=len(payload),
-        )
-        signed = sign_body(self._identity, "update", "origin", self._run_id, wire.SerializeToString())
-        header = parse_header(signed)
-        self._journal.append_update(
-            OwnUpdate(
+        headers: list[Header] = []
+
+        def build(dot: Dot, head: bytes) -> OwnUpdate:
+            wire = UpdateHeader(
+                dot=WireDot(peer=dot.peer, incarnation=dot.incarnation, seq=dot.seq),
+                previous_head=head,
+                round=state.round + 1,
+                base_lineage=state.lineage,
+                weight=work.result.weight,
+                encoding=encoding.value,  # pyright: ignore[reportArgumentType]
+                payload_hash=sha256(payload),
+                payload_size=len(payload),
+            )
+            header = parse_header(sign_body(self._identity, "update", "origin", self._run_id, wire.SerializeToString()))
+            headers.append(header)
+            return OwnUpdate(
                 dot=dot,
                 round=state.round + 1,
                 base_lineage=state.lineage,
@@ -149,7 +159,9 @@ class LocalWork:
                 head=head_of(header),
                 delta=work.result.delta,
             )
-        )
+
+        dot = self._journal.say(self._identity.peer_id, build).dot
+        (header,) = headers
         self.record_own(dot, own)
         if header.encoding is Encoding.SPARSE:
             self._store.put(header, payload)

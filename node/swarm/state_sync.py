@@ -25,6 +25,7 @@ from ...protocol.version import sha256
 from ...protocol.wire_pb2 import Commit as WireCommit
 from ...protocol.wire_pb2 import StateChunk, StateOffer, StateRequest
 from ..store.checkpoint import read_state_file
+from ..store.disk import REAL_DISK, Disk
 from .chunks import STEAL_SECONDS, ChunkList, Offer, PartialFile
 from .frames import parse, receive_payload
 from .state import SharedState
@@ -106,6 +107,7 @@ class StateClient:
         trouble: Callable[[str, BaseException], None],
         progress: Callable[[int, int], None] = lambda done, total: None,
         hold: Callable[[str, int], Awaitable[None]] | None = None,
+        disk: Disk = REAL_DISK,
     ) -> None:
         """
         Args:
@@ -114,7 +116,7 @@ class StateClient:
             progress: bytes done and in all.
             hold: test-only: awaited with ("downloading", round) before a received chunk counts.
         """
-        self._clock, self._open, self._folder = clock, open_stream, folder
+        self._clock, self._open, self._folder, self._disk = clock, open_stream, folder, disk
         self._d, self._run_id = d, run_id
         self._trouble, self._progress, self._hold = trouble, progress, hold
 
@@ -127,14 +129,14 @@ class StateClient:
 
         Raises OSError when the partial file cannot be written.
         """
-        prefer, interrupted = await self._clock.run(lambda: PartialFile.interrupted(self._folder))
+        prefer, interrupted = await self._clock.run(lambda: PartialFile.interrupted(self._folder, self._disk))
         offers = await self._gather_offers(peers, lineage, interrupted)
         if not offers:
             return None
         key, reason = choose(offers, prefer, len(peers))
         sources = offers[key]
         offer = max(sources.values(), key=lambda o: o.commit is not None)
-        partial = PartialFile(self._folder, offer)
+        partial = PartialFile(self._folder, offer, self._disk)
         try:
             await self._clock.run(partial.open)
             await self._fetch_all(sorted(sources), partial)
@@ -143,7 +145,7 @@ class StateClient:
         if len(partial.done) < len(offer.chunk_hashes):
             return None
         try:
-            state = await self._clock.run(lambda: read_state_file(partial.path, self._d))
+            state = await self._clock.run(lambda: read_state_file(partial.path, self._d, self._disk))
             if (state.hash, state.lineage, state.round) != (offer.state_hash, offer.lineage, offer.round):
                 raise ValueError("the file holds another state than was offered")
         except ValueError as error:

@@ -28,6 +28,7 @@ from ...protocol.ballot_wire import decode_header
 from ...protocol.errors import PeerFault
 from ...protocol.version import Dot, sha256
 from ...protocol.wire_pb2 import Signed
+from ..store.disk import REAL_DISK, Disk, write_all
 
 MEMORY_BYTES_MAX = 64 * 1024 * 1024
 # ~1 KiB each; enough for a full ring over many more rounds than payloads are kept.
@@ -82,6 +83,7 @@ class UpdateStore:
         equivocation: Callable[[Header, Header], None] = lambda first, second: None,
         folder: Path | None = None,
         memory_bytes_max: int = MEMORY_BYTES_MAX,
+        disk: Disk = REAL_DISK,
     ) -> None:
         """
         Args:
@@ -93,15 +95,16 @@ class UpdateStore:
         self._bytes_max = min(bytes_max, limits.UPDATES_HELD_BYTES_MAX)
         self._memory_bytes_max = memory_bytes_max
         self._equivocation = equivocation
-        self._folder = folder
+        self._folder, self._disk = folder, disk
         self._lock = threading.RLock()
         self._held: dict[bytes, tuple[Header, bytes | Path]] = {}
         self._headers: dict[Dot, Header] = {}  # the first header seen under each dot, oldest first
         self._proved: dict[bytes, None] = {}  # second headers already handed over, oldest first
         self._bytes = self._memory_bytes = 0
         if folder is not None:
-            for leftover in folder.glob(f"*{SUFFIX}"):
-                leftover.unlink(missing_ok=True)
+            for name in disk.names(folder):
+                if name.endswith(SUFFIX):
+                    disk.unlink(folder / name)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -115,7 +118,7 @@ class UpdateStore:
             if isinstance(kept, bytes):
                 return header, kept
             try:
-                payload = kept.read_bytes()
+                payload = self._disk.read(kept)
             except OSError:
                 payload = b""
             if sha256(payload) != header.payload_hash:
@@ -189,10 +192,14 @@ class UpdateStore:
                 return
             path = folder / f"{update_hash.hex()}{SUFFIX}"
             try:
-                path.write_bytes(payload)
+                descriptor = self._disk.open(path, fresh=True)
+                try:
+                    write_all(self._disk, descriptor, payload, 0)
+                finally:
+                    self._disk.close(descriptor)
             except OSError:
                 with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+                    self._disk.unlink(path)
                 return
             self._held[update_hash] = (header, path)
             self._memory_bytes -= len(payload)
@@ -205,4 +212,4 @@ class UpdateStore:
         else:
             self._bytes -= header.payload_size
             with contextlib.suppress(OSError):
-                kept.unlink(missing_ok=True)
+                self._disk.unlink(kept)

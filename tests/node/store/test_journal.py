@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.node.store.journal import FILE, Journal, JournalFull, OwnUpdate, RealFiles
+from shoal.node.store.disk import RealDisk
+from shoal.node.store.journal import FILE, Journal, JournalFull, OwnUpdate
 from shoal.protocol.ballot_record import BallotRecord
 from shoal.protocol.version import NO_HEAD, Dot, sha256
 
@@ -111,7 +112,7 @@ def test_any_torn_tail_leaves_a_prefix(tmp_path_factory: pytest.TempPathFactory,
         assert [u.dot.seq for u in Journal(folder).updates] == [*seqs, len(seqs) + 1]
 
 
-class FailingFiles(RealFiles):
+class FailingFiles(RealDisk):
     """A disk that fails at a given call, possibly after writing a part."""
 
     def __init__(self, fail_at: int, kind: str) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.node.store.journal import FILE, WASTE_BYTES_MAX, Journal, JournalFull, OwnUpdate, RealFiles
+from shoal.node.store.disk import RealDisk
+from shoal.node.store.journal import FILE, WASTE_BYTES_MAX, Journal, JournalFull, OwnUpdate
 from shoal.protocol.ballot_record import BallotRecord
 from shoal.protocol.version import Dot, sha256
 
@@ -45,7 +46,7 @@ def _applied(durable: bytes, changes: list[tuple[str, int, bytes]]) -> bytearray
     return data
 
 
-class CrashingDisk(RealFiles):
+class CrashingDisk(RealDisk):
     """Works on real files, keeps what would survive a power cut beside them, and cuts the power at one call."""
 
     def __init__(self, folder: Path, cut_at: int) -> None:
@@ -61,9 +62,11 @@ class CrashingDisk(RealFiles):
     def _inode(self, descriptor: int) -> Inode:
         return self.by_inode.setdefault(os.fstat(descriptor).st_ino, Inode())
 
-    def create(self, path: Path) -> int:
+    def open(self, path: Path, *, fresh: bool = False) -> int:
+        if not fresh:
+            return super().open(path)
         self._tick()
-        descriptor = super().create(path)
+        descriptor = super().open(path, fresh=True)
         self.by_inode[os.fstat(descriptor).st_ino] = Inode()
         return descriptor
 
@@ -254,7 +257,7 @@ def test_a_file_cut_at_any_byte_is_a_prefix(tmp_path: Path) -> None:
 def test_after_a_compaction_nothing_is_said_before_its_rename_is_durable(tmp_path: Path) -> None:
     """A crash could bring the old file back; what was appended to the new one would be forgotten and its dot reused."""
 
-    class FolderFails(RealFiles):
+    class FolderFails(RealDisk):
         broken = False
 
         def sync_folder(self, folder: Path) -> None:
@@ -296,7 +299,7 @@ def test_votes_alone_do_not_grow_the_file_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_failed_new_life_leaves_the_old_one(tmp_path: Path) -> None:
-    class Full(RealFiles):
+    class Full(RealDisk):
         broken = False
 
         def write(self, descriptor: int, data: bytes, offset: int) -> int:

@@ -20,7 +20,8 @@ from shoal.node.store import datadir as datadir_module
 from shoal.node.store import metrics as metrics_module
 from shoal.node.store.checkpoint import Checkpoint, Checkpoints, read_state_file, state_file
 from shoal.node.store.commits import CommitFile
-from shoal.node.store.datadir import DataDir, write_atomic
+from shoal.node.store.datadir import DataDir
+from shoal.node.store.disk import REAL_DISK, write_atomic
 from shoal.node.store.metrics import append_metrics, read_metrics
 from shoal.node.swarm.state import SharedState
 from shoal.protocol.errors import ExitCode, ShoalError
@@ -97,10 +98,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
     store = Checkpoints(tmp_path)
     store.save(checkpoint(1))
 
-    def full(descriptor: int, data: Any) -> int:
+    def full(descriptor: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(datadir_module.os, "write", full)
+    monkeypatch.setattr(REAL_DISK, "write", full)
     with pytest.raises(OSError):
         store.save(checkpoint(2))
     monkeypatch.undo()
@@ -160,8 +161,8 @@ def test_too_little_space_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.M
 
 def test_write_atomic_replaces_or_leaves(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    write_atomic(path, b"one")
-    write_atomic(path, b"two")
+    write_atomic(REAL_DISK, path, b"one")
+    write_atomic(REAL_DISK, path, b"two")
     assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
 
 
@@ -419,10 +420,10 @@ def test_a_full_disk_while_halving_does_not_fail_the_append(tmp_path: Path, monk
 
 
 def test_a_filesystem_that_cannot_lock_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(descriptor: int, how: int) -> None:
+    def unsupported(descriptor: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(datadir_module.fcntl, "flock", unsupported)
+    monkeypatch.setattr(REAL_DISK, "lock", unsupported)
     with pytest.raises(ShoalError) as caught:
         DataDir(tmp_path / "node")
     assert caught.value.code is ExitCode.DISK
