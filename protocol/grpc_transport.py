@@ -236,6 +236,7 @@ class _Service(grpc.GenericRpcHandler):
 
     def __init__(self, gate: Gate, handler: Handler, count: _Counter) -> None:
         self._gate, self._handler, self._count = gate, handler, count
+        self.closing = False  # gRPC cancels what is being served, and prints what is not caught then
 
     def service(self, handler_call_details: Any) -> Any:
         if not handler_call_details.method.startswith(SERVICE):
@@ -252,7 +253,7 @@ class _Service(grpc.GenericRpcHandler):
             try:
                 await self._handler(call, stream)
             except asyncio.CancelledError:
-                if stream.cancelled is None:
+                if stream.cancelled is None and not self.closing:
                     raise
             finally:
                 stream.reader.drop()
@@ -308,6 +309,7 @@ class GrpcTransport:
         self.binding = self._certificate.binding
         self._count = _Counter()
         self._server: Any = None
+        self._service: _Service | None = None
         self._connections: dict[_Connection, None] = {}  # in the order dialed
 
     @property
@@ -324,7 +326,8 @@ class GrpcTransport:
         cause = ""
         for candidate in hosts:
             server = grpc.aio.server(options=SERVER_OPTIONS)
-            server.add_generic_rpc_handlers((_Service(gate, handler, self._count),))
+            service = _Service(gate, handler, self._count)
+            server.add_generic_rpc_handlers((service,))
             literal = f"[{candidate}]" if ":" in candidate and not candidate.startswith("[") else candidate
             try:
                 bound = server.add_secure_port(f"{literal}:{port}", credentials)
@@ -333,7 +336,7 @@ class GrpcTransport:
                 cause = _why_not_bound(candidate, port)
                 await server.stop(None)
                 continue
-            self._server = server
+            self._server, self._service = server, service
             return bound
         raise ShoalError(
             "The address cannot be listened on",
@@ -377,7 +380,8 @@ class GrpcTransport:
     async def close(self) -> None:
         for connection in list(self._connections):
             await connection.close()
-        if self._server is not None:
+        if self._server is not None and self._service is not None:
+            self._service.closing = True
             await self._server.stop(None)
             self._server = None
 

@@ -174,8 +174,9 @@ class Rounds:
         self._feed(b.CloseRound("leaving"))
         round_ = self.state.round
         deadline = self._clock.now() + grace_s
-        alone_or_trained = self.progress.samples > 0
-        while alone_or_trained and self.state.round == round_ and self._clock.now() < deadline:
+        while not self.finished and self.progress.samples > 0 and self.state.round == round_:
+            if self._clock.now() >= deadline:
+                break
             await self._clock.sleep(0.1)
         self.stop()
         return self.state.round > round_
@@ -185,7 +186,9 @@ class Rounds:
         self._feed(b.MembersDead(self._dead()))
 
     def on_message(self, peer: str, envelope: Envelope) -> None:
-        """A ballot message from the mesh. Raises PeerFault for what must be charged to `peer`."""
+        """A message of the ballot or of catching up. Raises PeerFault for what must be charged to `peer`."""
+        if envelope.WhichOneof("body") == "commit_request":
+            return self._catch_up.answer(self, peer, envelope.commit_request)
         message = ballot_wire.decode(envelope, peer, self._run_id)
         open_ = self._ballot
         if open_ is not None and open_.concerns(message):

@@ -1,0 +1,230 @@
+"""How a node gets in: somebody to talk to, the manifest, the genesis, the first state. Every failure says what to do.
+
+Covers dialing by invite, cache and discovery with backoff, comparing bases, and downloading states, now and later. Does
+not cover: what a run is (run.py), how a state travels and why it is believed (swarm/state_sync.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+import numpy as np
+
+from ..protocol.ballot_wire import decode_commit
+from ..protocol.commit import electorate_after
+from ..protocol.discovery import Attempts, PeerCache, candidates
+from ..protocol.errors import ExitCode, PeerFault, ShoalError
+from ..protocol.handshake import Refused
+from ..protocol.transport import DialError, StreamClosed
+from ..protocol.version import VersionVector, genesis_lineage
+from .host import Host
+from .run import Run
+from .store.datadir import DataDir
+from .swarm.manifest import RunInfo, fetch_manifest, open_genesis
+from .swarm.mesh import Mesh
+from .swarm.state import SharedState, genesis_hash
+from .swarm.state_sync import StateClient
+
+RETRY_SECONDS = 0.5
+MANIFEST_TRIES = 5
+# A dial of everybody known waits this long for the slowest.
+REDIAL_SECONDS = 15.0
+
+Phase = Callable[[str], None]
+
+
+class Entry:
+    """One node's way into its run. The same object fetches states later, when the node has fallen behind."""
+
+    def __init__(
+        self,
+        *,
+        host: Host,
+        run: Run,
+        data: DataDir,
+        me: str,
+        mesh: Mesh,
+        cache: PeerCache,
+        nearby: Mapping[str, list[str]],
+        rng: random.Random,
+        phase: Phase,
+        say: Callable[..., None],
+        warn: Callable[[str], None],
+        trouble: Callable[[str, BaseException], None],
+        hold: Callable[[str, int], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            nearby: peers that discovery found, with their addresses; grows by itself.
+            phase: told what is awaited, for `shoal status`.
+            trouble: told of every failed transfer, and whose fault it was.
+        """
+        self._host, self._run, self._data, self._me = host, run, data, me
+        self._mesh, self._cache, self._nearby, self._rng = mesh, cache, nearby, rng
+        self._phase, self._say, self._warn, self._trouble, self._hold = phase, say, warn, trouble, hold
+
+    @property
+    def _seconds_max(self) -> float:
+        return self._run.config.node.bootstrap_seconds_max
+
+    # ------------------------------------------------------------------------------------------------ somebody
+
+    async def somebody(self) -> list[str]:
+        """Who is connected, or whoever answers first; keeps trying with backoff. Raises ShoalError at the end of trying."""
+        if connected := self._mesh.connected():
+            return connected
+        attempts = Attempts(self._host.clock.now(), self._seconds_max)
+        while True:
+            invite = self._run.invite
+            sources = [
+                ("invite", invite.peers if invite else ()),
+                ("cache", list(self._cache.peers.items())),
+                ("nearby", list(self._nearby.items())),
+            ]
+            listed = candidates(sources, self._me)
+            attempts.failures.clear()
+            for candidate in listed:
+                try:
+                    await self._mesh.connect(candidate.address, candidate.peer)
+                    return [candidate.peer]
+                except Refused as error:
+                    if len(listed) == 1 and error.permanent:
+                        raise
+                    attempts.failed(candidate, f"{error.what}: {error.values}", error.permanent)
+                except (DialError, PeerFault, StreamClosed, asyncio.TimeoutError) as error:
+                    permanent = isinstance(error, DialError) and error.kind == "wrong_peer"
+                    attempts.failed(candidate, str(error) or type(error).__name__, permanent)
+            wait, reason = attempts.next_wait(self._host.clock.now(), self._rng)
+            if wait is None:
+                raise attempts.error(reason)
+            self._phase("searching for peers")
+            self._say("no peer answered yet", level="warning", reason=reason)
+            await self._host.clock.sleep(wait)
+
+    async def redial(self) -> None:
+        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone."""
+
+        async def one(peer: str, address: str) -> None:
+            try:
+                await self._mesh.connect(address, peer)
+            except Refused as error:
+                if error.permanent and error.code is not ExitCode.MISMATCH:
+                    raise
+            except (DialError, StreamClosed, PeerFault, asyncio.TimeoutError):
+                pass
+
+        connected = self._mesh.connected()
+        dials = [one(p, a[0]) for p, a in self._cache.peers.items() if a and p not in connected]
+        if dials:
+            await asyncio.wait_for(asyncio.gather(*dials), REDIAL_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    async def learn_run(self) -> None:
+        """Connect with the invite and receive the manifest."""
+        self._phase("connecting")
+        peer, *_ = await self.somebody()
+        self._phase("receiving the manifest")
+        self._run.learned(await self._manifest(peer))
+
+    async def _manifest(self, peer: str) -> RunInfo:
+        last: BaseException | None = None
+        for _ in range(MANIFEST_TRIES):
+            try:
+                return await fetch_manifest(await self._mesh.open(peer, "Manifest"), self._run.id)
+            except (StreamClosed, DialError, asyncio.TimeoutError) as error:
+                last = error
+                await self._host.clock.sleep(RETRY_SECONDS)
+            except PeerFault as fault:
+                last = fault
+                break
+        raise ShoalError(
+            "The run's manifest could not be had",
+            values=f"{peer} gave: {last}; expected a manifest of run {self._run.id.hex()[:16]}",
+            todo="Try again, or ask for an invite that names another peer.",
+            code=ExitCode.UNREACHABLE,
+        )
+
+    async def wait_genesis(self) -> None:
+        """The founder may still be warming up: wait for its genesis, saying so."""
+        with self._host.progress("waiting for the founder's warm-up") as show:
+            waited = 0.0
+            while self._run.genesis is None:
+                peer, *_ = await self.somebody()
+                info = await self._manifest(peer)
+                self._run.compare(info, peer)
+                self._run.genesis = info.genesis
+                if self._run.genesis is None:
+                    self._phase("waiting for the founder's warm-up")
+                    show(waited, 0)
+                    waited += RETRY_SECONDS
+                    await self._host.clock.sleep(RETRY_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    async def first_state(self, d: int) -> SharedState:
+        """A newcomer's state, from everybody that can be reached; tries until somebody gives it."""
+        while True:
+            self._phase("downloading")
+            found = await self.download(d, await self.somebody(), "joining")
+            if found is not None:
+                return found[0]
+            await self._host.clock.sleep(RETRY_SECONDS)
+
+    async def download(self, d: int, peers: list[str], reason: str) -> tuple[SharedState, bytes] | None:
+        """Download and check a state of d parameters. The state and its commit record, or None: nobody could give it."""
+        with self._host.progress("downloading the state") as show:
+            client = StateClient(
+                clock=self._host.clock,
+                open_stream=self._mesh.open,
+                folder=self._data.path,
+                disk=self._host.disk,
+                d=d,
+                run_id=self._run.id,
+                trouble=self._trouble,
+                progress=lambda done, total: show(done, total),
+                hold=self._hold,
+            )
+            try:
+                found = await client.download(peers, None)
+            except OSError as error:
+                self._warn(f"the state cannot be downloaded: {error.strerror or error}")
+                return None
+        if found is None:
+            return None
+        state, wire, why = found
+        self._say("state downloaded", round=state.round, believed=why, reason=reason)
+        if state.round == 0:
+            return (state, b"") if self._is_genesis(state) else None
+        if wire is None:
+            return state, b""
+        try:
+            commit = decode_commit(wire, self._run.id)
+        except PeerFault as fault:
+            self._trouble("state download", fault)
+            return None
+        after = electorate_after(commit.value)
+        if commit.value.lineage != state.lineage or after != frozenset(state.electorate):
+            return None
+        return state, wire.SerializeToString()
+
+    def genesis_state(self, theta: np.ndarray, founder: str) -> SharedState:
+        """Round 0 with parameters theta, fp32 [d]."""
+        lineage = genesis_lineage(self._run.id, founder, genesis_hash(theta))
+        return SharedState.make(
+            theta=theta,
+            outer=None,
+            round_=0,
+            lineage=lineage,
+            vector=VersionVector({}),
+            electorate=[founder],
+            total_weight=0,
+        )
+
+    def _is_genesis(self, state: SharedState) -> bool:
+        assert self._run.genesis is not None
+        genesis = open_genesis(self._run.genesis, self._run.id)
+        expected = self.genesis_state(state.theta, genesis.founder)
+        return expected.hash == state.hash and expected.lineage == genesis.lineage

@@ -1,0 +1,639 @@
+"""One peer, from its data directory to its last round: puts every part together, starts and ends them in order.
+
+Order of a start: data directory, identity, listening, run, learner, state, membership, rounds; so that what is most often
+wrong is said first, before anything slow. The node reaches the world through its `Host` alone, so that the simulator runs this
+very code; signals, the control socket and discovery by LAN and DHT are the daemon's (daemon.py). How the parts of a mode
+are connected is in ring_mode.py; how a node gets in, in entry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..aggregation.book import Book
+from ..aggregation.compress import decode as decode_update
+from ..protocol.ballot_messages import Encoding, Header, parse_header
+from ..protocol.ballot_wire import decode_header
+from ..protocol.commit import CommitLog
+from ..protocol.deadlines import Deadlines
+from ..protocol.discovery import PeerCache, announceable
+from ..protocol.errors import ExitCode, PeerFault, ShoalError
+from ..protocol.handshake import Self
+from ..protocol.invite import Invite
+from ..protocol.membership import State
+from ..protocol.transport import DialError, StreamClosed
+from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Welcome
+from . import learners
+from .config import Config
+from .entry import Entry
+from .host import Host, Show
+from .keeper import Keeper
+from .ring_mode import load_log, make_members, make_rounds
+from .run import Run
+from .store.checkpoint import Checkpoint, Checkpoints
+from .store.commits import CommitFile
+from .store.datadir import DataDir
+from .store.journal import Journal, JournalFull
+from .swarm.local_work import Work
+from .swarm.manifest import make_genesis, serve_manifest
+from .swarm.members import Members
+from .swarm.mesh import Mesh
+from .swarm.rounds import Rounds
+from .swarm.shards import SHARDS, assign
+from .swarm.state import Applied, SharedState, genesis_hash
+from .swarm.state_sync import StateServer
+from .swarm.updates import UpdateStore
+
+# How often the node looks after its peer cache, its secrets and its being alone.
+CARE_SECONDS = 2.0
+# After the last round: how long to serve those who are still behind before leaving by itself.
+LINGER_SECONDS = 10.0
+# Alone: everybody known is dialled again after this pause, which doubles up to the maximum.
+REDIAL_SECONDS = 5.0
+REDIAL_SECONDS_MAX = 60.0
+# After a start, members that were not heard of yet are not counted as dead for this long: when everything was killed, the
+# first one back must not go on alone while the others are still starting.
+START_GRACE_SECONDS = 20.0
+GOODBYE_SECONDS = 0.3
+
+Hook = Callable[["Node"], Awaitable[None]]
+
+
+async def _nothing(node: Node) -> None:
+    """No machine around the node."""
+
+
+class Node:
+    """One peer. `run` once; `leave` asks it to end."""
+
+    def __init__(
+        self,
+        config: Config,
+        invite: Invite | None,
+        host: Host,
+        *,
+        given_run: bool = False,
+        on_open: Hook = _nothing,
+        on_ready: Hook = _nothing,
+    ) -> None:
+        """
+        Args:
+            given_run: the configuration file has [run] tables, so they must agree with a run already on disk.
+            on_open: called once the data directory is open: what talks to people can start.
+            on_ready: called before the first round: what finds more peers can start.
+        """
+        self._first_config, self._invite_given, self._given_run = config, invite, given_run
+        self.host, self.clock = host, host.clock
+        self._on_open, self._on_ready = on_open, on_ready
+        self.rng = random.Random(host.random_bytes(16))
+        self.boot_id = host.random_bytes(16)
+        self.phase = "starting"
+        self.ready = self.listening = False
+        self.addresses: list[str] = []
+        self.nearby: dict[str, list[str]] = {}
+        self.warnings: list[str] = []
+        self.warmup: dict[str, float] = {}
+        self.rounds: Rounds | None = None
+        self.members: Members | None = None
+        self.closers: list[Callable[[], Any]] = []
+        self._owned: list[asyncio.Task[Any]] = []
+        self._leave = asyncio.Event()
+        self.started = asyncio.Event()
+        if not config.node.wait_for_start:
+            self.started.set()
+        self._held = False
+        self._heard_from: set[str] = set()
+        self._started_at = self.clock.now()
+        self._lives_known = (0, 0)
+        self._traffic_before: dict[str, int] = {}
+
+    @property
+    def config(self) -> Config:
+        return self.run_.config
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the start."""
+        return self.clock.now() - self._started_at
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def run(self) -> int:
+        """From nothing to the end; the exit code. Raises ShoalError for what a person must mend."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        work = asyncio.ensure_future(self._live())
+        leave = asyncio.ensure_future(self._leave.wait())
+        try:
+            await asyncio.wait({work, leave, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or self.failed.done():
+                (work if work.done() else self.failed).result()
+            else:
+                await self._goodbye(work)
+            return ExitCode.OK
+        finally:
+            await self._close(work, leave)
+
+    def leave(self) -> None:
+        """Push what is learned, say goodbye, checkpoint, end."""
+        self.phase = "leaving"
+        self._leave.set()
+
+    @property
+    def leaving(self) -> bool:
+        return self._leave.is_set()
+
+    async def _goodbye(self, work: asyncio.Task[None]) -> None:
+        """All within the grace time."""
+        grace = self._first_config.node.leave_grace_seconds
+        if self.rounds is not None and not work.done():
+            started = self.clock.now()
+            pushed = await self.rounds.leave(grace * 0.5)
+            left = max(1.0, grace - (self.clock.now() - started))
+            await asyncio.wait({work}, timeout=left)
+            self.say("leaving", pushed=pushed, round=self.rounds.state.round)
+            if self.members is not None:
+                self.members.leave()
+                await self.clock.sleep(min(GOODBYE_SECONDS, left))  # best effort; this lets it out
+
+    async def _close(self, *tasks: asyncio.Task[Any]) -> None:
+        self.failed.cancel()
+        for task in [*tasks, *self._owned]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._owned, return_exceptions=True)
+        for close in reversed(self.closers):
+            result = close()
+            if asyncio.iscoroutine(result):
+                await result
+
+    def own(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run it as long as the node lives; what it dies of ends the node."""
+        task = asyncio.ensure_future(coroutine)
+        self._owned.append(task)
+        task.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
+        return task
+
+    def fail(self, error: BaseException | None) -> None:
+        """End the node with this error."""
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    def warn(self, text: str) -> None:
+        """Say it, and keep it for `shoal status`."""
+        self.warnings.append(text)
+        del self.warnings[:-100]
+        self.say(text, level="warning")
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    async def _live(self) -> None:
+        node = self._first_config.node
+        path = Path(node.data_dir).expanduser()
+        self.data = DataDir(path, disk=self.host.disk)
+        self.closers.append(self.data.close)
+        self.identity = self.host.identity(self.data.identity)
+        self.closers.append(self.identity.close)
+        self.say = self.host.logs(path, node.log_level, self.identity.peer_id)
+        self.journal = Journal(self.data.journal, disk=self.host.disk)
+        self.closers.append(self.journal.close)
+        if not self.journal.incarnation:
+            self.journal.start_incarnation(now_wall=self.clock.wall())
+        self.run_ = Run(self._first_config, self._invite_given, self.data, self.host.random_bytes)
+        await self._on_open(self)
+        self.cache = PeerCache(self.data.peers, read=self.host.disk.read, replace=self.host.disk.replace)
+        if self.cache.warning:
+            self.warn(self.cache.warning)
+        founding = self.run_.choose(given_run=self._given_run)
+        await self._listen()
+        if not self.run_.manifest:
+            await self.entry.learn_run()
+            self._save_cache()
+        checkpoint = await self._prepare(founding)
+        await self._begin(checkpoint)
+
+    async def _listen(self) -> None:
+        node = self.config.node
+        self.mesh = Mesh(
+            transport=self.host.transport(self.identity),
+            clock=self.clock,
+            me=self._self,
+            random_bytes=self.host.random_bytes,
+            rng=self.rng,
+            known=self._known,
+            say=self.say,
+        )
+        self.closers.append(self.mesh.close)
+        self.mesh.on_message(self._on_message)
+        self.mesh.on_welcome(self._on_welcome)
+        self.mesh.serve("Manifest", lambda peer, stream: serve_manifest(stream, self.run_.info))
+        self.port = await self.mesh.listen(node.listen, node.port)
+        self.listening = True
+        self.addresses = announceable(node.listen, self.port, self.host.interfaces(), node.announce)
+        self.own(_surface(self.mesh))
+        self.entry = Entry(
+            host=self.host,
+            run=self.run_,
+            data=self.data,
+            me=self.identity.peer_id,
+            mesh=self.mesh,
+            cache=self.cache,
+            nearby=self.nearby,
+            rng=self.rng,
+            phase=self._set_phase,
+            say=self.say,
+            warn=self.warn,
+            trouble=self.trouble,
+            hold=self.hold,
+        )
+        self.say("listening", port=self.port, addresses=self.addresses, peer_id=self.identity.peer_id)
+
+    def _self(self) -> Self:
+        return Self(
+            self.identity,
+            self.run_.id,
+            self.boot_id,
+            self.journal.incarnation,
+            tuple(self.addresses),
+            self.run_.admission,
+            self.run_.bans,
+        )
+
+    def _set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    # ------------------------------------------------------------------------------------------------ learner and state
+
+    async def _prepare(self, founding: bool) -> Checkpoint | None:
+        """Load the learner; found, download or restore the first state. Returns the checkpoint to go on from."""
+        self.phase = "loading the model"
+        with self.host.progress("loading the model") as show:
+            progress = self._stage(show)
+            self.learner = await self.clock.run(
+                lambda: self.host.learner(self.config, self.identity.peer_id, self.data.path, progress)
+            )
+        self.closers.append(self.learner.close)
+        self.run_.base_hash = await self.clock.run(lambda: learners.base_hash_of(self.learner))
+        self.run_.layout_hash = self.learner.layout.hash()
+        self._make_parts()
+        checkpoint = await self.clock.run(lambda: self.checkpoints.newest(self.warn))
+        if checkpoint is not None:
+            self._check_size(checkpoint)
+            return checkpoint
+        if founding or (self.run_.genesis is None and self.run_.invite is None and not self.cache.peers):
+            await self._found()
+            return None
+        if self.run_.genesis is None:
+            await self.entry.wait_genesis()
+        self.state = await self.entry.first_state(self.learner.layout.size)
+        self._save_cache()
+        self.run_.save()
+        return None
+
+    def _check_size(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.state.theta.size != self.learner.layout.size:
+            raise ShoalError(
+                "The checkpoint does not fit the model",
+                values=f"checkpoint has {checkpoint.state.theta.size} parameters, the model {self.learner.layout.size}",
+                todo="Use the model that the run was started with, or another --data-dir.",
+                code=ExitCode.MISMATCH,
+            )
+
+    def _stage(self, show: Show) -> Callable[[str, float], None]:
+        def progress(stage: str, share: float) -> None:
+            self.phase = stage
+            show(share, 1.0, stage)
+
+        return progress
+
+    async def _found(self) -> None:
+        """The first state of a new run: warm-up where the manifest asks for it, then the signed genesis."""
+        self.phase = "warming up"
+        with self.host.progress("warm-up") as show:
+            theta, self.warmup = await self.clock.run(lambda: learners.warm_up(self.learner, self._stage(show)))
+        if self.warmup:
+            self.say("warm-up done", **{k: round(v, 4) for k, v in self.warmup.items()})
+        self.run_.genesis = make_genesis(self.identity, self.run_.id, genesis_hash(theta))
+        self.state = self.entry.genesis_state(theta, self.identity.peer_id)
+        self.run_.save()
+
+    def _make_parts(self) -> None:
+        """Everything that lives as long as the run and needs the layout."""
+        node, d = self.config.node, self.learner.layout.size
+        self.compression = self.config.run.parsed_compression()
+        self.checkpoints = Checkpoints(self.data.checkpoints, node.keep_checkpoints, disk=self.host.disk)
+        self.commit_file = CommitFile(self.data.commits, disk=self.host.disk)
+        self.closers.append(self.commit_file.close)
+        self.book = Book(d)
+        self.store = UpdateStore(
+            run_id=self.run_.id,
+            d=d,
+            compression=self.compression,
+            bytes_max=node.updates_bytes_max,
+            equivocation=self._equivocation,
+            folder=self.data.updates,
+            disk=self.host.disk,
+        )
+        self.deadlines = Deadlines()
+        self._make_keeper()
+
+    def _make_keeper(self) -> None:
+        self.keeper = Keeper(
+            data=self.data,
+            checkpoints=self.checkpoints,
+            commits=self.commit_file,
+            journal=self.journal,
+            store=self.store,
+            book=self.book,
+            learner=self.learner,
+            evaluate_every=self.config.node.eval_every_rounds,
+            rounds_max=self.config.run.sync.rounds_max,
+            extra=lambda: {"deadlines": self.deadlines.snapshot(), "traffic": self.traffic(), "warmup": self.warmup},
+            say=self.say,
+        )
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    async def _begin(self, checkpoint: Checkpoint | None) -> None:
+        """Restore or store the first state, start membership, dial, run the rounds to their end."""
+        if checkpoint is not None:
+            await self.clock.run(lambda: self._restore(checkpoint))
+        else:
+            await self.clock.run(self._first_save)
+        log = load_log(self.commit_file.records, self.state, self.run_.id)
+        self._make_rounds(log)
+        assert self.rounds is not None and self.members is not None
+        self.own(self.members.run())
+        self.own(self._care())
+        for peer in self.mesh.connected():
+            self.members.introduce(peer)
+        if checkpoint is not None or self.cache.peers:
+            self.phase = "dialling known peers"
+            await self.entry.redial()
+        await self._on_ready(self)
+        self.ready = True
+        self.say("ready", round=self.state.round, parameters=self.state.theta.size, invite=self.invite())
+        grace = asyncio.get_running_loop().call_later(START_GRACE_SECONDS + 0.1, self.rounds.members_changed)
+        self.closers.append(grace.cancel)
+        rounds = self.own(self.rounds.run())
+        if self.config.run.sync.rounds_max > 0 and self.config.node.exit_when_finished:
+            await self._leave_when_finished(rounds)
+        await rounds
+
+    def _make_rounds(self, log: CommitLog) -> None:
+        self.members = make_members(self)
+        self.rounds = make_rounds(self, log)
+        self.mesh.serve("State", StateServer(self.clock, self._served_state).serve)
+
+    async def _leave_when_finished(self, rounds: asyncio.Task[Any]) -> None:
+        """The run has a last round: after it, serve those who are behind for a while, then leave."""
+        assert self.rounds is not None and self.members is not None
+        lingering = 0.0
+        while not rounds.done():
+            await asyncio.wait({rounds}, timeout=0.5)
+            if not self.rounds.finished:
+                continue
+            behind = [s for s in self.members.summaries().values() if s.round < self.rounds.state.round]
+            lingering += 0.5
+            if not behind or lingering > LINGER_SECONDS:
+                self.say("the run's last round is done", round=self.rounds.state.round)
+                return self._leave.set()
+
+    def _first_save(self) -> None:
+        self.learner.load(self.state.theta)
+        self.keeper.checkpoint(self.state)
+        if self.state.round == 0:
+            self.keeper.record(self.state, None, None, None, self.traffic())
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Exact resume: state, book, learner; then what the journal has beyond the checkpoint is booked again."""
+        self.state = checkpoint.state
+        self.book = Book.from_arrays(checkpoint.book)
+        self.deadlines.restore(checkpoint.extra.get("deadlines", {}))
+        self.warmup = checkpoint.extra.get("warmup", {})
+        self._traffic_before = checkpoint.extra.get("traffic", {})
+        self.learner.load(self.state.theta)
+        if checkpoint.learner:
+            self.learner.restore(dict(checkpoint.learner))
+        self._make_keeper()
+        self.keeper.last_commit = checkpoint.commit
+        for update in self.journal.updates:
+            if self.book.knows(update.dot):
+                continue
+            header = parse_header(Signed.FromString(update.signed))
+            self.book.learn(update.delta)
+            if header.encoding is Encoding.DENSE:
+                self.book.record(update.dot, np.frombuffer(update.payload, "<f4").astype(np.float32))
+            else:
+                self.book.record(update.dot, decode_update(update.payload, self.state.theta.size, self.compression))
+                self.store.put(header, update.payload)
+        self.say("restored", round=self.state.round, journaled=len(self.journal.updates))
+
+    async def download(self, lineage: bytes | None, peers: list[str], reason: str) -> SharedState | None:
+        """A state from the named peers, for a node that has fallen behind. None when nobody could give it."""
+        found = await self.entry.download(self.learner.layout.size, peers, reason)
+        if found is None:
+            return None
+        state, commit = found
+        if commit:
+            self.keeper.last_commit = commit
+        return state
+
+    async def save(self, applied: Applied | None, checked: Any, work: Work | None) -> bool:
+        """Make the rounds' state durable. Whether it succeeded."""
+        assert self.rounds is not None
+        state, traffic = self.rounds.state, self.traffic()
+        await self.clock.run(lambda: self.keeper.save(state, applied, checked, work, traffic))
+        if work is not None and work.seconds > 0 and self.members is not None:
+            self.members.set_speed(work.result.weight / work.seconds)
+        return not self.keeper.trouble
+
+    def _served_state(self) -> tuple[SharedState, Any]:
+        assert self.rounds is not None
+        record = self.rounds.log.get(self.rounds.state.lineage)
+        return self.rounds.state, record.checked if record else None
+
+    def shards(self) -> tuple[int, ...]:
+        """Data shards that are this peer's now, by everybody's speed."""
+        assert self.members is not None
+        alive = self.members.alive()
+        speeds = {p: r.samples_per_s for p, r in self.members.machine.members().items() if p in alive}
+        mine = self.members.machine.me.samples_per_s
+        return assign(self.identity.peer_id, {**speeds, self.identity.peer_id: mine}, SHARDS)
+
+    # ------------------------------------------------------------------------------------------------ own lives
+
+    def check_life(self) -> None:
+        """Before anything is published: a life above every one that the swarm knows of us has begun. Raises JournalFull."""
+        if self._lives_known <= (self.journal.incarnation, self.journal.last_seq):
+            return
+        before = self.journal.incarnation
+        now = self.journal.start_incarnation(self._lives_known[0], now_wall=self.clock.wall())
+        self.say("new incarnation: the swarm knows more of this peer than its disk", level="warning",
+                 before=before, now=now)  # fmt: skip
+        if self.members is not None:
+            self.members.new_life(now)
+
+    def _on_welcome(self, peer: str, welcome: Welcome) -> None:
+        self.cache.met(peer, self.mesh.addresses(peer))
+        self._lives_known = max(self._lives_known, (welcome.incarnation_known, welcome.seq_known))
+        try:
+            self.check_life()
+        except JournalFull as error:
+            self.warn(f"publishing nothing until a new life can be written: {error}")
+        if self.members is not None:
+            self.members.introduce(peer)
+
+    # ------------------------------------------------------------------------------------------------ others
+
+    def _known(self, peer: str) -> tuple[int, int]:
+        """Highest (incarnation, seq) of a peer in our state or membership, told to it when it connects."""
+        known = self.members.known_dot(peer) if self.members else (0, 0)
+        if self.rounds is not None:
+            seqs = [(i, s) for (p, i), (s, _) in self.rounds.state.vector.entries.items() if p == peer]
+            known = max([known, *seqs])
+        return known
+
+    def _on_message(self, peer: str, envelope: Envelope) -> None:
+        self._heard_from.add(peer)
+        if self.rounds is None or self.members is None:
+            return
+        kind = envelope.WhichOneof("body")
+        if kind == "swim":
+            self.members.received(peer, envelope.swim)
+        elif kind == "ban":
+            self._on_ban(envelope.ban)
+        else:
+            self.rounds.on_message(peer, envelope)
+
+    def _equivocation(self, first: Header, second: Header) -> None:
+        """Two headers under one dot: proof of a faulty peer. Bans it here and spreads the proof."""
+        notice = BanNotice(
+            peer=first.dot.peer,
+            reason=f"equivocation: two updates named {first.dot}",
+            first=Signed.FromString(first.signed),
+            second=Signed.FromString(second.signed),
+        )
+        self._ban(notice)
+
+    def _on_ban(self, notice: BanNotice) -> None:
+        """A proof of equivocation convinces by itself; a ban without one is somebody's opinion and is not adopted."""
+        first, second = (decode_header(s, self.run_.id) for s in (notice.first, notice.second))
+        if first.dot != second.dot or first.dot.peer != notice.peer or first.update_hash == second.update_hash:
+            raise PeerFault("bad_ban", "the two headers prove nothing")
+        self._ban(notice)
+
+    def _ban(self, notice: BanNotice) -> None:
+        if self.mesh.ban(notice.peer, notice.reason, notice.SerializeToString()):
+            self.warn(f"banned {notice.peer}: {notice.reason}")
+            self._save_cache()
+            for peer in sorted(self.members.alive()) if self.members else ():
+                self.mesh.post(peer, Envelope(ban=notice))
+
+    def trouble(self, where: str, error: BaseException) -> None:
+        """A transfer failed: the peer's fault is charged, the network's is noted, ours ends the node."""
+        if isinstance(error, PeerFault):
+            self.mesh.fault(where, error)
+        elif isinstance(error, StreamClosed | DialError | asyncio.TimeoutError):
+            self.say("transfer failed", level="debug", where=where, cause=str(error) or type(error).__name__)
+        else:
+            self.fail(error)
+
+    def dead(self) -> frozenset[str]:
+        """Members that are dead or have left; soon after a start only those of them that had been heard of."""
+        assert self.members is not None
+        dead = self.members.dead()
+        return dead if self.uptime > START_GRACE_SECONDS else dead & self._heard_from
+
+    def heard(self, peer: str, addresses: tuple[str, ...]) -> None:
+        """Membership has new addresses of a peer, or it is back."""
+        self.mesh.news(peer, addresses)
+        self.cache.met(peer, addresses)
+
+    def changed(self, peer: str, old: State | None, new: State, reason: str) -> None:
+        """Membership's view of a peer changed."""
+        self.say("member", member=peer[-6:], was=old.name.lower() if old else None, now=new.name.lower(), reason=reason)
+        if self.rounds is not None:
+            self.rounds.members_changed()
+
+    def found_nearby(self, peer: str, addresses: list[str]) -> None:
+        """Discovery found a peer of this run."""
+        self.nearby[peer] = addresses
+        self.mesh.news(peer, addresses)
+        if self.members is not None and self.members.machine.state(peer) is not State.ALIVE:
+            self.members.introduce(peer)
+
+    async def _care(self) -> None:
+        """The peer cache and the secrets, when they changed; and a dial of everybody known while nobody is here."""
+        written, dialled_at, pause = (b"", b""), self.clock.now(), REDIAL_SECONDS
+        while True:
+            now = (self.cache.encoded(), self.run_.secrets())
+            if now != written:
+                written = now
+                self._save_cache()
+            await self.clock.sleep(CARE_SECONDS)
+            if self.members is None or self.members.alive():
+                pause = REDIAL_SECONDS
+            elif self.clock.now() - dialled_at > pause and self.cache.peers:
+                self.say(
+                    "alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers)
+                )
+                await self.entry.redial()
+                dialled_at, pause = self.clock.now(), min(2 * pause, REDIAL_SECONDS_MAX)
+
+    def _save_cache(self) -> None:
+        try:
+            self.data.write(self.data.peers, self.cache.encoded())
+            self.run_.save_secrets()
+        except ShoalError as error:
+            self.say("peer cache not saved", level="warning", cause=error.values)
+
+    async def hold(self, phase: str, round_: int) -> None:
+        """Test-only: wait in a phase while the file `holding` is there. Once per process."""
+        wanted, _, at = self._first_config.node.test_hold.partition("@")
+        if phase != wanted or self._held or (at and int(at) != round_):
+            return
+        marker = self.data.path / "holding"
+        if not marker.exists():
+            marker.write_text(phase)
+        while marker.exists():
+            await self.clock.sleep(0.05)
+        self._held = True
+
+    # ------------------------------------------------------------------------------------------------ readers
+
+    def invite(self) -> str:
+        """A new invite to the run. Raises ShoalError while there is nothing to invite to."""
+        if not self.run_.id or not self.addresses:
+            raise ShoalError(
+                "There is nothing to invite to yet",
+                values=f"the node is {self.phase}, expected it to be ready",
+                todo="Wait until `shoal status` says ready.",
+            )
+        others = [(p, tuple(self.mesh.addresses(p)[:2])) for p in sorted(self.members.alive() if self.members else ())]
+        peers = [(self.identity.peer_id, tuple(self.addresses)), *[(p, a) for p, a in others if a][:2]]
+        return str(Invite(tuple(peers), self.run_.id, self.run_.admission.new_token(self.host.random_bytes)))
+
+    def traffic(self) -> dict[str, int]:
+        """Frame bytes sent, by purpose; goes on counting over restarts from the last checkpoint."""
+        sent = self.mesh.traffic.sent
+        now = {
+            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"],
+            "control": sent["Control"],
+            "state": sent["State"] + sent["Manifest"],
+        }
+        return {name: count + int(self._traffic_before.get(name, 0)) for name, count in now.items()}
+
+    def book_law(self) -> dict[str, Any]:
+        """Whether residual = learned - adopted - damped holds to the bit, and the residual's L1 norm."""
+        parts, residual = self.book.parts(), self.book.residual()
+        exact = bool(np.array_equal(residual, parts["learned"] - parts["adopted"] - parts["damped"]))
+        return {"exact": exact, "residual_l1": float(np.abs(residual.astype(np.float64)).sum() / 2**40)}
+
+
+async def _surface(mesh: Mesh) -> None:
+    await mesh.failed
