@@ -1,0 +1,167 @@
+"""The invariant checkers: after every event (or every so many) they look at all nodes and compare them with the ledger.
+
+One checker per invariant of the design: same version, same bits; exactly once; nothing learned is lost; no coordinator;
+nobody uninvited; no silent conflict. They read and never write. Looking costs one identity comparison per node when nothing
+changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..protocol import limits
+from .ledger import Ledger
+
+if TYPE_CHECKING:
+    from .peer import Peer
+    from .simulation import Simulation
+
+VIOLATIONS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken promise. `invariant`: its number in the design."""
+
+    invariant: int
+    at_s: float
+    peer: str
+    text: str
+
+    def to_dict(self) -> dict[str, object]:
+        return {"invariant": self.invariant, "at_s": self.at_s, "peer": self.peer, "text": self.text}
+
+
+class Checkers:
+    """All of them, over one simulation."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self.ledger = Ledger()
+        self.violations: list[Violation] = []
+        self._seen: set[tuple[int, str, str]] = set()
+        self._states: dict[str, object] = {}  # by peer: the state object last looked at
+        self._said: dict[str, tuple[int, int]] = {}  # by peer: newest own dot looked at
+        self._lives: dict[str, int] = {}
+        self.forked = False
+
+    def broken(self, invariant: int, peer: str, text: str) -> None:
+        """Note a violation once."""
+        key = (invariant, peer, text)
+        if key not in self._seen and len(self.violations) < VIOLATIONS_KEPT:
+            self._seen.add(key)
+            self.violations.append(Violation(invariant, self._sim.now, peer, text))
+            self._sim.note("violation", peer, invariant=invariant, text=text)
+
+    # ------------------------------------------------------------------------------------------------ after an event
+
+    def look(self) -> None:
+        """At every node that runs."""
+        for peer in self._sim.peers:
+            node = peer.node
+            if node is None or node.rounds is None:
+                continue
+            self._look_at_updates(peer)
+            state = node.rounds.state
+            if self._states.get(peer.name) is not state:
+                self._states[peer.name] = state
+                self._look_at_state(peer)
+
+    def _look_at_updates(self, peer: Peer) -> None:
+        """Own updates enter the ledger when they are in the journal, before their first byte leaves."""
+        node = peer.node
+        assert node is not None
+        newest = (node.journal.incarnation, node.journal.last_seq)
+        if self._said.get(peer.name) == newest and self._lives.get(peer.name) == peer.lives:
+            return
+        self._said[peer.name], self._lives[peer.name] = newest, peer.lives
+        self.ledger.set_dimension(node.learner.layout.size)
+        for update, header in peer.own_updates():
+            known = self.ledger.said.get(header.dot, {})
+            if peer.byzantine is None and known and header.update_hash not in known:
+                self.broken(2, peer.name, f"{header.dot} names two different updates")
+            self.ledger.heard(header, update.payload, node.learner.layout.size, node.compression)
+        record = self.ledger.of(peer.peer_id)
+        record.published = len(record.sums) - 1
+
+    def _look_at_state(self, peer: Peer) -> None:
+        node = peer.node
+        assert node is not None and node.rounds is not None
+        state, log = node.rounds.state, node.rounds.log
+        if state.round == 0:
+            self.ledger.root(state.lineage, state.hash)
+            return
+        record = log.get(state.lineage)
+        if record is not None:
+            value = record.checked.value
+            adopted = tuple(u.dot for u in value.updates if self._counts(u.dot, u.update_hash))
+            # A node that skipped rounds by a download knows the last commit only; the others' were seen where they were made.
+            for text in self.ledger.decide(value, split=record.checked.split, state_hash=state.hash, adopted=adopted):
+                self.broken(2 if "included" in text else 1, peer.name, text)
+        elif (known := self.ledger.versions.get(state.lineage)) is None:
+            self.broken(1, peer.name, f"round {state.round} {state.lineage.hex()[:12]} is a state that nobody decided")
+        elif known.state_hash != state.hash:
+            self.broken(
+                1, peer.name, f"round {state.round}: hashes {known.state_hash.hex()[:12]} and {state.hash.hex()[:12]}"
+            )
+        for text in self.ledger.forks():
+            self.broken(6, peer.name, text)
+        if len({v.lineage for v in self._sim.running_states() if v.round == state.round}) > 1:
+            self.forked = True
+
+    def _counts(self, dot: object, update_hash: bytes) -> bool:
+        said = self.ledger.said.get(dot, {}).get(update_hash)  # type: ignore[arg-type]
+        return said is not None and said.fixed is not None and self._not_void(said.fixed[1])
+
+    @staticmethod
+    def _not_void(fixed: np.ndarray) -> bool:
+        return bool((np.abs(fixed) < 2**40).all())
+
+    # ------------------------------------------------------------------------------------------------ books
+
+    def look_at_books(self) -> None:
+        """Invariant 3, between two events of a node: learned, adopted and residual against the ledger's own sums."""
+        for peer in self._sim.peers:
+            node = peer.node
+            if node is None or node.rounds is None or not node.ready or peer.byzantine is not None:
+                continue
+            parts, residual = node.book.parts(), node.book.residual()
+            if not np.array_equal(residual, parts["learned"] - parts["adopted"] - parts["damped"]):
+                self.broken(3, peer.name, "residual is not learned - adopted - damped")
+            record = self.ledger.of(node.identity.peer_id)
+            if record.sums and not any(np.array_equal(s, parts["learned"]) for s in reversed(record.sums)):
+                self.broken(3, peer.name, "the book's learned mass is none that the learner ever came to")
+            version = self.ledger.versions.get(node.rounds.state.lineage)
+            if version is not None:
+                zero = np.zeros(node.learner.layout.size, np.int64)
+                if not np.array_equal(parts["adopted"], version.adopted.get(node.identity.peer_id, zero)):
+                    self.broken(
+                        3, peer.name, f"round {node.rounds.state.round}: own adopted mass is not what the state holds"
+                    )
+
+    def look_at_limits(self) -> None:
+        """Invariant 5: tables and queues within their limits, nothing from strangers."""
+        for peer in self._sim.peers:
+            node = peer.node
+            if node is None or not node.listening:
+                continue
+            if len(node.mesh.traffic.charged) > 2 * limits.MEMBERS_MAX:
+                self.broken(5, peer.name, f"{len(node.mesh.traffic.charged)} peers charged")
+            for other in node.mesh.connected():
+                if not self._sim.is_admitted(other):
+                    self.broken(5, peer.name, f"{other} is connected and was never admitted")
+
+    # ------------------------------------------------------------------------------------------------ at the end
+
+    def conclude(self) -> None:
+        """What can only be said when all faults are over."""
+        self.look()
+        self.look_at_books()
+        self.look_at_limits()
+        if self.forked and not self._sim.conflicts_logged():
+            states = {s.lineage for s in self._sim.running_states()}
+            if len(states) == 1:
+                self.broken(6, "", "a fork was healed and no node said so")

@@ -1,0 +1,182 @@
+"""The omniscient record of a simulated run: what was learned, said and decided, kept apart from every node's own books.
+
+The invariant checkers compare the nodes with it. It learns of training through `Witness`, a learner that wraps the node's,
+and of everything else by looking at the nodes after each event. It never speaks to a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..aggregation.book import to_fixed
+from ..aggregation.compress import Compression, decode
+from ..node.learner import LocalResult, StepStats
+from ..node.learners import NodeLearner
+from ..protocol.ballot_messages import Encoding, Header, Value
+from ..protocol.version import Dot
+
+
+@dataclass
+class Learned:
+    """What one peer's inner steps came to over all its lives: running sums of the booked deltas, int64 [d]."""
+
+    sums: list[np.ndarray] = field(default_factory=list)  # sums[k]: after k results; sums[0] is zero
+    published: int = 0  # results behind the newest journaled update
+
+    def add(self, delta: np.ndarray) -> None:
+        if not self.sums:
+            self.sums.append(np.zeros(delta.size, np.int64))
+        self.sums.append(self.sums[-1] + to_fixed(delta))
+
+    def restart_from(self, learned: np.ndarray) -> int | None:
+        """After a crash the books go on from an earlier sum, at or above what was published. Its index, or None."""
+        for at in range(len(self.sums) - 1, -1, -1):
+            if np.array_equal(self.sums[at], learned):
+                del self.sums[at + 1 :]
+                return at
+        return None
+
+
+class Witness:
+    """A learner that tells the ledger what it learned. Otherwise the wrapped one."""
+
+    def __init__(self, learner: NodeLearner, record: Learned) -> None:
+        self._learner, self._record = learner, record
+        self.layout = learner.layout
+
+    def initial(self) -> np.ndarray:
+        return self._learner.initial()
+
+    def load(self, theta: np.ndarray) -> None:
+        self._learner.load(theta)
+
+    def begin(self, round_: int) -> None:
+        self._learner.begin(round_)
+
+    def step(self) -> StepStats:
+        return self._learner.step()
+
+    def finish(self) -> LocalResult:
+        result = self._learner.finish()
+        self._record.add(result.delta)
+        return result
+
+    def set_shard(self, index_of: tuple[int, ...] | None, count: int) -> None:
+        self._learner.set_shard(index_of, count)
+
+    def evaluate(self) -> dict[str, float]:
+        return self._learner.evaluate()
+
+    def snapshot(self) -> dict[str, np.ndarray | bytes]:
+        return self._learner.snapshot()
+
+    def restore(self, saved: dict[str, np.ndarray | bytes]) -> None:
+        self._learner.restore(saved)
+
+    def close(self) -> None:
+        self._learner.close()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._learner, name)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One update as its origin signed it."""
+
+    header: Header
+    fixed: tuple[np.ndarray | None, np.ndarray] | None  # indices (None: dense) and int64 values; None: not decodable
+
+
+@dataclass(frozen=True)
+class Version:
+    """One state of the shared parameters, as the first node that had it computed it."""
+
+    round: int
+    parent: bytes
+    state_hash: bytes
+    dots: Mapping[tuple[str, int], int]  # (peer, incarnation) → highest seq included
+    adopted: Mapping[str, np.ndarray]  # origin → int64 [d], sum of its adopted updates
+
+
+class Ledger:
+    """Everything that happened, by name."""
+
+    def __init__(self) -> None:
+        self.learned: dict[str, Learned] = {}  # by peer
+        self.said: dict[Dot, dict[bytes, Said]] = {}  # by dot, then by update hash: an equivocator has two
+        self.versions: dict[bytes, Version] = {}  # by lineage
+        self.decided: dict[bytes, dict[bytes, bool]] = {}  # base lineage → lineage → marked split
+
+    def of(self, peer: str) -> Learned:
+        return self.learned.setdefault(peer, Learned())
+
+    def heard(self, header: Header, payload: bytes, d: int, compression: Compression) -> None:
+        """An update left its origin's journal."""
+        by_hash = self.said.setdefault(header.dot, {})
+        if header.update_hash in by_hash:
+            return
+        fixed: tuple[np.ndarray | None, np.ndarray] | None = None
+        if header.encoding is Encoding.DENSE:
+            fixed = (None, to_fixed(np.frombuffer(payload, "<f4")))
+        else:
+            try:
+                sparse = decode(payload, d, compression)
+                fixed = (sparse.indices, to_fixed(sparse.values))
+            except Exception:
+                fixed = None
+        by_hash[header.update_hash] = Said(header, fixed)
+
+    def root(self, lineage: bytes, state_hash: bytes) -> None:
+        """The genesis."""
+        self.versions.setdefault(lineage, Version(0, b"", state_hash, {}, {}))
+
+    def decide(self, value: Value, *, split: bool, state_hash: bytes, adopted: tuple[Dot, ...]) -> list[str]:
+        """A node holds the state after `value`. Returns what is wrong with that, if anything."""
+        lineage, base = value.lineage, value.base_lineage
+        self.decided.setdefault(base, {})[lineage] = split
+        if (known := self.versions.get(lineage)) is not None:
+            if known.state_hash == state_hash:
+                return []
+            return [
+                f"round {value.round} {lineage.hex()[:12]}: hashes {known.state_hash.hex()[:12]} and {state_hash.hex()[:12]}"
+            ]
+        parent = self.versions.get(base)
+        if parent is None:
+            return [f"round {value.round} stands on {base.hex()[:12]}, which nobody ever had"]
+        wrong = []
+        dots = dict(parent.dots)
+        sums = dict(parent.adopted)
+        for update in value.updates:
+            dot = update.dot
+            key = (dot.peer, dot.incarnation)
+            if dot.seq <= dots.get(key, 0):
+                wrong.append(f"{dot} is committed in round {value.round} and was included before")
+            dots[key] = max(dot.seq, dots.get(key, 0))
+            said = self.said.get(dot, {}).get(update.update_hash)
+            if said is None:
+                wrong.append(f"{dot} is committed in round {value.round} and nobody ever said it")
+            elif dot in adopted and said.fixed is not None:
+                indices, fixed = said.fixed
+                total = sums[dot.peer].copy() if dot.peer in sums else np.zeros(self._d, np.int64)
+                if indices is None:
+                    total += fixed
+                else:
+                    total[indices] += fixed
+                sums[dot.peer] = total
+        self.versions[lineage] = Version(value.round, base, state_hash, dots, sums)
+        return wrong
+
+    def forks(self) -> list[str]:
+        """Rounds decided twice on one base with more than one of the decisions not marked split."""
+        return [
+            f"base {base.hex()[:12]} has {len(ends)} successors, {sum(not s for s in ends.values())} of them not split"
+            for base, ends in self.decided.items()
+            if sum(not split for split in ends.values()) > 1
+        ]
+
+    def set_dimension(self, d: int) -> None:
+        self._d = d
