@@ -92,8 +92,6 @@ class Process:
 # The process in whose name code runs; unset for the simulation itself.
 PROCESS: ContextVar[Process | None] = ContextVar("shoal_sim_process", default=None)
 
-LIFE, Life = PROCESS, Process
-
 
 class SimHandle:
     """What `call_soon` and `call_at` return: an asyncio handle with the process that it belongs to."""
@@ -403,8 +401,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         if isinstance(held, list):
             process.held = None
             self._ready.extend(held)
-
-    pause, resume = hold, release
 
     def bury(self, process: Process) -> None:
         """Nothing of this process runs ever again."""
