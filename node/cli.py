@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import click
 
 from ..protocol.errors import ExitCode, ShoalError
 
+COMMANDS_GROUP = "shoal.commands"  # entry points of this group are commands, too
 INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 # docs/commands.md has the causes.
 CODES = "\b\nExit codes:\n" + "\n".join(f"{int(c):3d}  {c.name.lower().replace('_', ' ')}" for c in ExitCode)
@@ -36,10 +38,20 @@ def _where(data_dir: Path | None) -> Path:
 
 
 class Group(click.Group):
-    """Commands in the order of a first day with shoal."""
+    """Commands in the order of a first day with shoal; then those that other packages bring (entry points).
+
+    The simulator's is one of them: the node does not know it, since imports point the other way.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export"]
+        own = ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export"]
+        return own + sorted(e.name for e in entry_points(group=COMMANDS_GROUP) if e.name not in own)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        return next((e.load() for e in entry_points(group=COMMANDS_GROUP) if e.name == cmd_name), None)
 
 
 @click.group(
@@ -54,6 +66,7 @@ def shoal() -> None:
     shoal up --config run.toml        found a run (or go on with the one on disk)
     shoal join 'shoal://…'            join one, from its invite
     shoal status                      what the node here is doing
+    shoal sim partition-heal          a swarm in virtual time, with faults on a schedule
 
     Progress and logs go to stderr, results to stdout; with --json the last line of stdout is one JSON object.
     SHOAL_NODE__… variables override the file, and SHOAL_DEBUG=1 shows tracebacks.
