@@ -69,6 +69,7 @@ class Checkers:
             if self._states.get(peer.name) is not state:
                 self._states[peer.name] = state
                 self._look_at_state(peer)
+                self._look_at_book(peer)
 
     def _look_at_updates(self, peer: Peer) -> None:
         """Own updates enter the ledger when they are in the journal, before their first byte leaves."""
@@ -125,22 +126,45 @@ class Checkers:
     def look_at_books(self) -> None:
         """Invariant 3, between two events of a node: learned, adopted and residual against the ledger's own sums."""
         for peer in self._sim.peers:
-            node = peer.node
-            if node is None or node.rounds is None or not node.ready or peer.byzantine is not None:
-                continue
-            parts, residual = node.book.parts(), node.book.residual()
-            if not np.array_equal(residual, parts["learned"] - parts["adopted"] - parts["damped"]):
-                self.broken(3, peer.name, "residual is not learned - adopted - damped")
-            record = self.ledger.of(node.identity.peer_id)
-            if record.sums and not any(np.array_equal(s, parts["learned"]) for s in reversed(record.sums)):
-                self.broken(3, peer.name, "the book's learned mass is none that the learner ever came to")
-            version = self.ledger.versions.get(node.rounds.state.lineage)
-            if version is not None:
-                zero = np.zeros(node.learner.layout.size, np.int64)
-                if not np.array_equal(parts["adopted"], version.adopted.get(node.identity.peer_id, zero)):
-                    self.broken(
-                        3, peer.name, f"round {node.rounds.state.round}: own adopted mass is not what the state holds"
-                    )
+            self._look_at_book(peer)
+
+    def _look_at_book(self, peer: Peer) -> None:
+        node = peer.node
+        if node is None or node.rounds is None or not node.ready or peer.byzantine is not None:
+            return
+        parts, residual = node.book.parts(), node.book.residual()
+        if not np.array_equal(residual, parts["learned"] - parts["adopted"] - parts["damped"]):
+            self.broken(3, peer.name, "residual is not learned - adopted - damped")
+        record = self.ledger.of(node.identity.peer_id)
+        if record.sums and not np.array_equal(record.sums[-1], parts["learned"]):
+            self.broken(3, peer.name, "the book does not hold all that the learner learned")
+        version = self.ledger.versions.get(node.rounds.state.lineage)
+        if version is not None:
+            held = version.adopted_of(peer.peer_id, peer.first_incarnation, node.learner.layout.size)
+            if not np.array_equal(parts["adopted"], held):
+                self.broken(
+                    3, peer.name, f"round {node.rounds.state.round}: own adopted mass is not what the state holds"
+                )
+
+    def look_at_restart(self, peer: Peer) -> None:
+        """A new process: its books go on from a sum that the learner once came to, at or above what was published."""
+        node = peer.node
+        assert node is not None
+        record = self.ledger.of(peer.peer_id)
+        if peer.disk_was_lost:
+            peer.first_incarnation, peer.disk_was_lost = node.journal.incarnation, False
+            record.sums.clear()
+            record.published = 0
+        learned, published = node.book.parts()["learned"], record.published
+        if not record.sums:
+            if learned.any():
+                self.broken(3, peer.name, "a new book is not empty")
+            return
+        at = record.restart_from(learned)
+        if at is None:
+            self.broken(3, peer.name, "after a restart the book's learned mass is none that the learner ever came to")
+        elif at < published and peer.byzantine is None:
+            self.broken(3, peer.name, f"after a restart the book lacks {published - at} published results")
 
     def look_at_limits(self) -> None:
         """Invariant 5: tables and queues within their limits, nothing from strangers."""

@@ -99,7 +99,15 @@ class Version:
     parent: bytes
     state_hash: bytes
     dots: Mapping[tuple[str, int], int]  # (peer, incarnation) → highest seq included
-    adopted: Mapping[str, np.ndarray]  # origin → int64 [d], sum of its adopted updates
+    adopted: Mapping[tuple[str, int], np.ndarray]  # (peer, incarnation) → int64 [d], sum of its adopted updates
+
+    def adopted_of(self, peer: str, since: int, d: int) -> np.ndarray:
+        """int64 [d]: what the state holds of a peer's updates from incarnation `since` on."""
+        total = np.zeros(d, np.int64)
+        for (origin, incarnation), mass in self.adopted.items():
+            if origin == peer and incarnation >= since:
+                total += mass
+        return total
 
 
 class Ledger:
@@ -161,12 +169,12 @@ class Ledger:
                 wrong.append(f"{dot} is committed in round {value.round} and nobody ever said it")
             elif dot in adopted and said.fixed is not None:
                 indices, fixed = said.fixed
-                total = sums[dot.peer].copy() if dot.peer in sums else np.zeros(self._d, np.int64)
+                total = sums[key].copy() if key in sums else np.zeros(self._d, np.int64)
                 if indices is None:
                     total += fixed
                 else:
                     total[indices] += fixed
-                sums[dot.peer] = total
+                sums[key] = total
         self.versions[lineage] = Version(value.round, base, state_hash, dots, sums)
         return wrong
 

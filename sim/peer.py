@@ -60,7 +60,10 @@ class Peer:
         self.learner: Liar | None = None
         self.logged: list[tuple[float, str, str]] = []  # warnings and errors: (at, level, text)
         self.exit: int | None = None
-        self._wanted = False
+        self._founds = index == 0  # until its disk is lost
+        self.first_incarnation = 0  # of the book that it has now
+        self.disk_was_lost = False
+        self.wanted = False
 
     @property
     def address(self) -> str:
@@ -74,9 +77,9 @@ class Peer:
 
     def start(self) -> None:
         """A new process on whatever the disk holds. Nothing when it runs already."""
-        if self.host.life is not None and self._wanted:
+        if self.host.life is not None and self.wanted:
             return
-        self._wanted = True
+        self.wanted = True
         self.lives += 1
         self.clock.reset()
         self.host.begin_life(f"{self.name} life {self.lives}")
@@ -85,26 +88,26 @@ class Peer:
 
     async def _live(self, life: int) -> None:
         """One process. Ends with a clean leave, or with an error that a person would see; then it is started again."""
-        while self._wanted:
-            invite = None if self.index == 0 else await self._find_invite()
+        while self.wanted:
+            invite = None if self._founds else await self._find_invite()
             node = Node(self._config(), invite, self._host(), on_ready=self._on_ready)
             self.node = node
             try:
                 self.exit = await node.run()
                 self._sim.note("exit", self.name, code=self.exit)
-                self._wanted = False
+                self.wanted = False
             except ShoalError as error:
                 self._sim.note("exit", self.name, code=int(error.code), error=f"{error.what}: {error.values}")
                 self.logged.append((self._sim.now, "error", f"{error.what}: {error.values}"))
             finally:
                 if self.node is node:
                     self.node = None
-            if self._wanted:
+            if self.wanted:
                 await self.clock.sleep(RESTART_SECONDS)
 
     def kill(self, *, disk_lost: bool = False) -> None:
         """SIGKILL: the network falls silent and the disk keeps what was synced, before a single task is told."""
-        self._wanted = False
+        self.wanted = False
         if self.host.life is None:
             return
         self.disk.crash(self.rng)
@@ -112,11 +115,12 @@ class Peer:
         self.node = None
         if disk_lost:
             self.disk.lose()
+            self._founds, self.disk_was_lost = False, True
         self._sim.note("killed", self.name, disk_lost=disk_lost)
 
     def leave(self) -> None:
         """SIGTERM."""
-        self._wanted = False
+        self.wanted = False
         if self.node is not None:
             with self.host.inside():
                 self.node.leave()
@@ -145,6 +149,7 @@ class Peer:
     async def _on_ready(self, node: Node) -> None:
         if self.byzantine is not None:
             self.turn(self.byzantine)
+        self._sim.checkers.look_at_restart(self)
         self._sim.note("ready", self.name)
 
     # ------------------------------------------------------------------------------------------------ the host

@@ -83,6 +83,7 @@ class Simulation:
         self.peers: list[Peer] = []
         self.faults: list[Fault] = []
         self.until_s = 0.0
+        self.fault_end_s = 0.0
         self._trace = hashlib.sha256()
         self._events = 0
         self._stride = 1
@@ -219,12 +220,22 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def run(self, until_s: float, *, stride: int = 1, until: Callable[[], bool] | None = None) -> Report:
-        """Run the schedule to `until_s` virtual seconds and report.
+    def run(
+        self,
+        until_s: float,
+        *,
+        stride: int = 1,
+        until: Callable[[], bool] | None = None,
+        settle_s: float = 60.0,
+        must_settle: bool = False,
+    ) -> Report:
+        """Run the schedule to `until_s` virtual seconds, then on to a moment at which all peers have one state, and report.
 
         Args:
             stride: events between two looks of the invariant checkers; 1 looks after every one.
             until: ends the run early once true (looked at every virtual second).
+            settle_s: how long that moment is waited for: at any one instant some peers are a commit ahead of others.
+            must_settle: that it does not come, or that no round was made meanwhile, is a violation.
         """
         if self._ran:
             raise RuntimeError("a simulation runs once; build another for another run")
@@ -238,10 +249,36 @@ class Simulation:
         while self.now < until_s and not (until is not None and until()):
             second = min(until_s, second + 1.0)
             self.loop.run_until(second)
+        self._settle(settle_s, must_settle)
         self.checkers.conclude()
         report = self._report(time.perf_counter() - started)
         self._close()
         return report
+
+    def _settle(self, seconds: float, must: bool) -> None:
+        before = max((s.round for s in self.running_states()), default=0)
+        end, at = self.now + seconds, self.now
+        self.until_s = end
+
+        def settled() -> bool:
+            states = self.running_states()
+            further = not must or min((s.round for s in states), default=0) > before
+            return further and len(states) == self._expected() and self.identical
+
+        while at < end and not settled():
+            at = min(end, at + 0.05)
+            self.loop.run_until(at)
+        if must and not settled():
+            rounds = {p.name: p.node.rounds.state.round for p in self.peers if p.node and p.node.rounds}
+            self.checkers.broken(
+                4,
+                "",
+                f"{seconds:.0f} s after the last fault: rounds {rounds} (from {before}), identical: {self.identical}",
+            )
+
+    def _expected(self) -> int:
+        """Honest peers that should be running by now."""
+        return sum(p.wanted and not p.byzantine for p in self.peers)
 
     def _after_step(self) -> None:
         self._events += 1
