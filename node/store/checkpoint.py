@@ -150,7 +150,7 @@ def _read(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str, str]
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
             return {name: opened.get_tensor(name) for name in opened.keys()}, metadata
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, *_NONSENSE) as error:  # nonsense: a type that numpy does not have, such as BF16
         raise ValueError(f"{path.name}: {error}") from None
 
 
@@ -193,8 +193,8 @@ class Checkpoints:
 
     def oldest_round(self) -> int:
         """Of the checkpoints kept; 0 when there are none."""
-        paths = self.paths()
-        return int(paths[-1].name[len("round-") : -len(SUFFIX)]) if paths else 0
+        rounds = [path.name[len("round-") : -len(SUFFIX)] for path in self.paths()]
+        return min((int(r) for r in rounds if r.isdigit()), default=0)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write one, then prune. Raises OSError: every older one is still valid."""

@@ -22,7 +22,7 @@ class Disk(Protocol):
     """System calls by their own names, in plain words."""
 
     def open(self, path: Path, *, fresh: bool = False) -> int:
-        """For reading and writing, made if it is not there (mode 0600); `fresh`: emptied."""
+        """For reading and writing, made if it is not there (mode 0600); `fresh`: emptied. Its folder must be there."""
         ...
 
     def read(self, path: Path) -> bytes:
@@ -32,11 +32,11 @@ class Disk(Protocol):
     def exists(self, path: Path) -> bool: ...
 
     def names(self, folder: Path) -> list[str]:
-        """File names in a folder, sorted; none where there is no folder."""
+        """What is in a folder, sorted; nothing where there is no folder."""
         ...
 
     def make_folder(self, path: Path) -> None:
-        """With its parents, mode 0700; nothing when it is there."""
+        """With its parents, mode 0700 (they: as the umask says), durable; nothing when it is there."""
         ...
 
     def free_bytes(self, folder: Path) -> int: ...
@@ -63,7 +63,9 @@ class Disk(Protocol):
 
     def close(self, descriptor: int) -> None: ...
 
-    def replace(self, source: Path, target: Path) -> None: ...
+    def replace(self, source: Path, target: Path) -> None:
+        """Within one folder. Raises FileNotFoundError."""
+        ...
 
     def unlink(self, path: Path) -> None:
         """Nothing when it is not there."""
@@ -93,7 +95,11 @@ class RealDisk:
             return []
 
     def make_folder(self, path: Path) -> None:
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in new:
+            with contextlib.suppress(PermissionError):  # a parent that may be written and not read cannot be synced
+                self.sync_folder(folder.parent)
 
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
