@@ -28,6 +28,12 @@ SECONDS_LEFT_MIN = 0.001  # less than this before the deadline is rounding
 DESCRIBED_MAX = 8
 
 
+def _read_bounded(path: Path) -> bytes:
+    """No more of a file than tells that it is too large."""
+    with path.open("rb") as file:
+        return file.read(CACHE_BYTES_MAX + 1)
+
+
 class PeerCache:
     """Peers that were connected to, newest first, in a small JSON file. A damaged file is set aside, not fatal."""
 
@@ -35,9 +41,10 @@ class PeerCache:
         self,
         path: Path,
         *,
-        read: Callable[[Path], bytes] = Path.read_bytes,
+        read: Callable[[Path], bytes] = _read_bounded,
         replace: Callable[[Path, Path], None] = os.replace,
     ) -> None:
+        """Read the file; `read` and `replace` are the disk's."""
         self.peers: dict[str, list[str]] = {}
         self.warning = ""
         try:

@@ -118,14 +118,13 @@ def test_no_json_at_all_can_stop_the_node(tmp_path_factory: pytest.TempPathFacto
         assert all(check_address(a) for a in addresses)
 
 
-def test_a_file_that_cannot_even_be_set_aside_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_even_be_set_aside_only_warns(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("read-only file system")
 
     path = tmp_path / "peers.json"
     path.write_text("{")
-    monkeypatch.setattr("os.replace", refuse)
-    cache = PeerCache(path)
+    cache = PeerCache(path, replace=refuse)
     assert cache.peers == {} and "read-only file system" in cache.warning
 
 
