@@ -33,7 +33,6 @@ class Band:
     until: float | None
     label: str
     tag: str
-    css: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class Scale:
         span = self.high - self.low
         if span <= 0:
             return [self.low]
-        rough = span / 6
+        rough = span / 8
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
         first = math.ceil(self.low / step - 1e-9)
@@ -121,14 +120,18 @@ def lines(
     unit: Callable[[float], str] = plain,
     height: float = 230.0,
     median: bool = True,
+    logarithmic: bool = True,
 ) -> str:
-    """One thin line a name and a thick one for their median, over time. A wide range of positive values gets a log axis."""
+    """One thin line a name and a thick one for their median, over time.
+
+    A wide range of positive values gets a log axis, unless `logarithmic` is off.
+    """
     clean = {n: [p for p in points if _number(p[0]) and _number(p[1])] for n, points in series.items()}
     values = [p[1] for points in clean.values() for p in points]
     if not values:
         return '<p class="none">Nobody said anything about this.</p>'
     low, high = min(values), max(values)
-    log = low > 0 and high / low > LOG_FROM_RATIO
+    log = logarithmic and low > 0 and high / low > LOG_FROM_RATIO
     if not log:
         low, high = (min(low, 0.0), high) if low > -high / 4 else (low, high)
         high = high if high > low else low + 1.0
@@ -193,7 +196,7 @@ def bars(
         return '<p class="none">There are no peers.</p>'
     height = 190.0
     y = Scale(0.0, max([*values.values(), 1e-9]), height - BOTTOM, TOP)
-    each = (WIDTH - LEFT - RIGHT) / len(values)
+    each = min(72.0, (WIDTH - LEFT - RIGHT) / len(values))
     drawn = [_value_axis(y, unit)]
     label_every = math.ceil(26.0 / each)
     for k, (name, value) in enumerate(values.items()):
@@ -286,23 +289,34 @@ def _value_axis(y: Scale, unit: Callable[[float], str]) -> str:
 
 
 def _bands(bands: Sequence[Band], x: Scale, height: float) -> str:
-    """Bands are seen through; tags that would cover each other are left out (the table of faults has them all)."""
-    drawn, free = [], LEFT - 1
-    for band in sorted(bands, key=lambda b: b.at):
-        if band.at > x.high:
-            continue
-        left = x(max(0.0, band.at))
-        right = x(min(x.high, x.high if band.until is None else band.until))
-        css = escape(f"band {band.css}".strip())
-        drawn.append(
-            f'<g class="{css}"><rect x="{left:.1f}" y="{TOP}" width="{max(right - left, 1.0):.1f}" '
-            f'height="{height - TOP - BOTTOM:.1f}"/><path d="M{left:.1f} {TOP - 4}V{height - BOTTOM:.1f}"/>'
-            f"<title>{escape(band.label)}</title></g>"
-        )
+    """Their union is shaded, once, so that a hundred overlapping ones still let the chart be seen; each has a line where it
+    begins, and lights up when one points at that. Tags that would cover each other are left out."""
+    inside = sorted((b for b in bands if b.at <= x.high), key=lambda b: b.at)
+    spans = [(x(max(0.0, b.at)), x(x.high if b.until is None else min(x.high, b.until))) for b in inside]
+    tall = f'y="{TOP}" height="{height - TOP - BOTTOM:.1f}"'
+    drawn = [f'<rect class="shade" x="{a:.1f}" {tall} width="{max(b - a, 1.0):.1f}"/>' for a, b in _union(spans)]
+    free = LEFT - 1
+    for band, (left, right) in zip(inside, spans):
+        tag = ""
         if left >= free:
-            drawn.append(f'<text class="tag" x="{left:.1f}" y="{TOP - 7}">{escape(band.tag)}</text>')
+            tag = f'<text class="tag" x="{left:.1f}" y="{TOP - 7}">{escape(band.tag)}</text>'
             free = left + 7.0 * len(band.tag) + 4
+        drawn.append(
+            f'<g class="band"><rect x="{left:.1f}" {tall} width="{max(right - left, 1.0):.1f}"/>'
+            f'<path d="M{left:.1f} {TOP - 4}V{height - BOTTOM:.1f}"/>{tag}<title>{escape(band.label)}</title></g>'
+        )
     return "".join(drawn)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of intervals sorted by their start."""
+    merged: list[tuple[float, float]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _way(points: Sequence[Point], x: Scale, y: Scale) -> str:

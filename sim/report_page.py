@@ -60,7 +60,7 @@ def page(report: Report) -> str:
             + " What the others hold each peer for: the gravest state that at least a third of the observers hold.",
             rows(_members(report), names, until=until, bands=bands),
         ),
-        ("Bytes over time", "Sent by each peer's present process.", over_time("bytes", size)),
+        ("Bytes over time", "Sent by each peer's present process.", over_time("bytes", size, logarithmic=False)),
         (
             "Bytes per peer",
             "Sent, from the first second to the last. A triangle marks who was touched by a fault.",
@@ -174,7 +174,6 @@ def _bands(report: Report) -> list[Band]:
             until=fault["until_s"],
             tag=f"{k}",
             label=f"{k}: {fault['kind']} {_who(fault)}, {fault['at_s']:g} s to {_end(fault)}",
-            css="" if fault["until_s"] is not None else "open",
         )
         for k, fault in enumerate(report.faults, 1)
     ]
@@ -264,8 +263,9 @@ svg { width: 100%; height: auto; display: block; }
 .label { fill: var(--dim); font-size: 10.5px; } .grid { stroke: var(--line); fill: none; }
 .line { fill: none; stroke-width: 1.3; opacity: .62; } .median { fill: none; stroke: var(--ink); stroke-width: 2.2; }
 .cell { fill: var(--cell); } .mark { fill: var(--fault); }
-.band rect { fill: var(--fault); fill-opacity: .07; } .band.open rect { fill-opacity: .03; }
-.band path { stroke: var(--fault); stroke-opacity: .65; fill: none; } .band:hover rect { fill-opacity: .2; }
+.shade, .band rect { fill: var(--fault); fill-opacity: .08; pointer-events: none; } .band rect { fill-opacity: 0; }
+.band path { stroke: var(--fault); stroke-opacity: .55; fill: none; } .band:hover rect { fill-opacity: .25; }
+.band:hover path { stroke-opacity: 1; stroke-width: 3; }
 .tag { fill: var(--fault); font-size: 10px; }
 .train, .alive { fill: #2f9e6b; background: #2f9e6b; } .convene { fill: #a78bda; background: #a78bda; }
 .exchange { fill: #3b82d0; background: #3b82d0; } .vote { fill: #e0b13a; background: #e0b13a; }
