@@ -24,6 +24,7 @@ from typing import Any
 
 from ..protocol import limits
 from ..protocol.errors import ExitCode, ShoalError
+from ..protocol.handshake import plain
 from ..protocol.identity import Identity
 from ..protocol.transport import Call, DialError, Gate, Handler, StreamClosed
 from ..protocol.version import sha256
@@ -205,7 +206,7 @@ class SimStream:
             if sender.end.alive:
                 sender._stall(seq, item, size)
             return
-        if size:
+        if isinstance(item, bytes):
             sender._event("deliver", size)
         if seq != self._expected:
             self._early[seq] = item
@@ -285,7 +286,7 @@ class SimStream:
         if self._closed is not None:
             return
         if self._accepted:
-            self.finish(StreamClosed(f"cancelled: {reason}"))
+            self.finish(StreamClosed(f"cancelled: {plain(reason[:200])}"))
             return
         if self._other_done is None:
             self._put(_RESET)
@@ -448,6 +449,8 @@ class SimConnection:
     async def open(self, method: str, token: bytes, *, timeout_s: float) -> SimStream:
         """Returns without waiting for the other side, as gRPC does; a refusal comes with the first read."""
         near = self._near
+        if timeout_s <= 0:
+            raise asyncio.TimeoutError
         if near.alive and len(near.streams) >= limits.STREAMS_PER_CONNECTION_MAX:
             await self._wait_for_room(timeout_s)
         if not near.alive:
@@ -656,11 +659,11 @@ class _Dialing:
         near.other, far.other = far, near
         remote = f"{transport.host.address}:{transport.host.ephemeral_port()}"
         connection = SimConnection(near, far, self._peer_id, self._address, remote)
+        self._result.set_result(connection)
+        near.review()  # the other side may be paused by now
         network = transport.network
         if network.on_event is not None:
             network.on_event("open", transport.host.name, target.name, "", 0)
-        near.review()  # the other side may be paused by now
-        self._result.set_result(connection)
 
 
 def _fail(result: SimFuture, error: DialError) -> None:
