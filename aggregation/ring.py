@@ -28,9 +28,14 @@ class RingAllGather(Generic[P]):
     Args:
         order: members in ring order, `me` among them.
         origins: update hash → its origin.
+
+    Attributes:
+        successors: all others, in the order in which they are tried.
+        held: what is complete and verified here, in order of arrival.
     """
 
     def __init__(self, order: Sequence[P], me: P, origins: dict[bytes, P]) -> None:
+        """Raises ValueError when `me` is not in `order`."""
         if me not in order:
             raise ValueError("this peer is not in the ring")
         at = order.index(me)
@@ -38,19 +43,15 @@ class RingAllGather(Generic[P]):
         self.origins = dict(origins)
         self.successors = (*order[at + 1 :], *order[:at])
         self.held: dict[bytes, None] = {}
-        self._dead: set[P] = set()
 
     def mark_held(self, update_hash: bytes) -> None:
         """Complete and verified here. Hashes that the roster does not name are ignored."""
         if update_hash in self.origins:
             self.held[update_hash] = None
 
-    def mark_dead(self, peer: P) -> None:
-        self._dead.add(peer)
-
-    def successor(self) -> P | None:
-        """The next live member after this one."""
-        return next((p for p in self.successors if p not in self._dead), None)
+    def mark_lost(self, update_hash: bytes) -> None:
+        """Held no more: evicted, or its file is damaged. It can be held again later."""
+        self.held.pop(update_hash, None)
 
     def to_send(self, successor: P, has: set[bytes]) -> list[bytes]:
         """What to forward now: own updates first, then in order of arrival; never to an update's origin."""
@@ -60,13 +61,6 @@ class RingAllGather(Generic[P]):
     def finished_with(self, successor: P, has: set[bytes]) -> bool:
         """Nothing will ever be left to send to this successor."""
         return all(h in has or origin == successor for h, origin in self.origins.items())
-
-    def missing(self) -> list[bytes]:
-        return sorted(self.origins.keys() - self.held.keys())
-
-    @property
-    def complete(self) -> bool:
-        return len(self.held) == len(self.origins)
 
 
 def chunk_bounds(d: int, n: int) -> list[tuple[int, int]]:
@@ -123,7 +117,7 @@ class RingReduce:
     def max_bytes(self, hop: int) -> int:
         """Limit on the frame of a hop, before anything is allocated."""
         low, high = self.bounds[self.hops[hop].receive]
-        return 4 * (high - low) if hop < self.n - 1 else _bound(high - low, self._setting)
+        return 4 * (high - low) if hop < self.n - 1 else reduced_bytes_max(high - low, self._setting.bits)
 
     def outgoing(self, hop: int) -> bytes:
         """Bytes to send in `hop`; every earlier hop must have been received."""
@@ -184,8 +178,9 @@ def join_chunks(payloads: Sequence[bytes], d: int, bits: int) -> np.ndarray:
     )
 
 
-def _bound(size: int, setting: Compression) -> int:
-    return max_payload_bytes(size, setting) if size else 0
+def reduced_bytes_max(size: int, bits: int) -> int:
+    """No reduced chunk of `size` coordinates is longer (bytes); an empty one has none."""
+    return max_payload_bytes(size, DENSE_SETTINGS[bits]) if size else 0
 
 
 def _decode_chunk(payload: bytes, size: int, setting: Compression) -> np.ndarray:

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from ...aggregation.merge import capped_weights, contribution
-from ...aggregation.ring import RingReduce, join_chunks
+from ...aggregation.ring import RingReduce, chunk_bounds, join_chunks, reduced_bytes_max
 from ...protocol import limits
 from ...protocol.ballot_messages import Roster, Value
 from ...protocol.errors import PeerFault
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.version import sha256
 from ...protocol.wire_pb2 import DenseChunk, DenseHello, PullRequest
-from .frames import parse, receive_payload, send_payload
+from .frames import concerning, parse, receive_payload, send_payload
 from .ring_exchange import EARLY_PUSH_SECONDS, FRAME_SECONDS, OPEN_SECONDS, OpenStream
 from .state import MergeRules
 
@@ -130,7 +130,7 @@ class DenseExchange:
         except asyncio.CancelledError:
             raise
         except _TROUBLE as error:
-            self._on_trouble(f"dense exchange to {successor[-6:]}", error)
+            self._on_trouble(concerning(successor, "dense exchange", error), error)
             if self._key == key:
                 self._on_failure(attempt, f"to {successor[-6:]}: {error or type(error).__name__}")
 
@@ -179,31 +179,35 @@ class DenseExchange:
 
     async def reduced(self, value: Value, holders: list[str]) -> np.ndarray | None:
         """int64 [d] of a committed dense round, fetching what lacks by hash; None when nobody has it."""
+        # One round's chunks are kept at a time, whether they were reduced here or fetched.
+        self._chunks = {h: self._chunks[h] for h in dict.fromkeys(value.chunk_hashes) if h in self._chunks}
         missing = [h for h in dict.fromkeys(value.chunk_hashes) if h not in self._chunks]
+        sizes = {high - low for low, high in chunk_bounds(self._d, len(value.chunk_hashes))}
+        bytes_max = max((reduced_bytes_max(size, self._bits) for size in sizes), default=0)
         for holder in holders:
             if not missing:
                 break
             if holder == self._me:
                 continue
             try:
-                await self._fetch(holder, missing)
+                await self._fetch(holder, missing, bytes_max)
             except _TROUBLE as error:
-                self._on_trouble(f"chunks from {holder[-6:]}", error)
+                self._on_trouble(concerning(holder, "chunks", error), error)
             missing = [h for h in missing if h not in self._chunks]
         if missing:
             return None
         payloads = [self._chunks[h] for h in value.chunk_hashes]
         return await self._clock.run(lambda: _fixed(join_chunks(payloads, self._d, self._bits)))
 
-    async def _fetch(self, holder: str, hashes: list[bytes]) -> None:
+    async def _fetch(self, holder: str, hashes: list[bytes], bytes_max: int) -> None:
         stream = await self._open(holder, "Chunks", OPEN_SECONDS)
         try:
             await stream.send(PullRequest(update_hashes=hashes).SerializeToString())
             for wanted in hashes:
                 head = DenseChunk()
                 parse(head, await stream.recv(FRAME_SECONDS))
-                if head.payload_size > 4 * self._d + 1:
-                    raise PeerFault("bad_chunk", f"{head.payload_size} bytes")
+                if head.payload_size > bytes_max:
+                    raise PeerFault("bad_chunk", f"{head.payload_size} bytes, at most {bytes_max} are possible")
                 payload = await receive_payload(stream, head.payload_size, FRAME_SECONDS, fault="bad_chunk")
                 if sha256(payload) != wanted:
                     raise PeerFault("bad_chunk", "another chunk than was asked for")

@@ -20,6 +20,11 @@ def parse(message: Message, frame: bytes) -> None:
         raise PeerFault("bad_message", f"{type(message).__name__}: {error}") from None
 
 
+def concerning(peer: str, what: str, error: BaseException) -> str:
+    """Whom a failed transfer is reported under: a fault under the whole peer id, which it is charged to."""
+    return peer if isinstance(error, PeerFault) else f"{what} with {peer[-6:]}"
+
+
 async def send_payload(stream: Stream, payload: bytes) -> None:
     """Send the bytes that a message before them announced. Raises StreamClosed."""
     for at in range(0, len(payload), limits.PAYLOAD_FRAME_BYTES):

@@ -4,7 +4,8 @@ Theory of operation. The roster of an attempt fixes the ring order and the hash 
 next live successor what it holds, its own update first, everything else as it arrives; the successor says first what it
 has already, so a later attempt never re-sends. A dead successor is skipped. When nothing arrives any more, or the
 predecessor is dead, what lacks is pulled from its origin, then from anybody. Nothing is accepted that the roster (or, for
-repairs, the commit) does not name by hash, so a peer can neither push junk nor make memory grow.
+repairs, the commit) does not name by hash, so a peer can neither push junk nor make memory grow. An update that turns out
+to be lost here when it is to be sent (evicted, or its file damaged) is left out, and pulled again if the attempt needs it.
 
 Covers streams "Push" and "Pull". Does not cover: who takes part and when it ends (protocol/ballot.py), the arithmetic
 (aggregation/merge.py), or the dense exchange (dense_exchange.py).
@@ -22,7 +23,7 @@ from ...protocol.ballot_messages import Header, update_hash
 from ...protocol.errors import PeerFault
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.wire_pb2 import PullRequest, PushDone, PushHave, PushHello, Signed, UpdateStart
-from .frames import parse, send_payload
+from .frames import concerning, parse, send_payload
 from .updates import UpdateStore
 
 OpenStream = Callable[[str, str, float], Awaitable[Stream]]
@@ -83,6 +84,7 @@ class RingExchange:
         self._started = asyncio.Event()
         self._arrived = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._repair: asyncio.Task[None] | None = None
         self._incoming: set[Stream] = set()
         self._arrivals = 0
 
@@ -95,7 +97,7 @@ class RingExchange:
         self._started.set()
         if len(transfer.order) > 1 and transfer.headers:
             self._own(self._push_loop(transfer), "push")
-            self._own(self._repair_loop(transfer), "repair")
+            self._repair = self._own(self._repair_loop(transfer), "repair")
 
     def end(self, reason: str) -> None:
         """Stop at once: cancels our streams and those that are being pushed to us."""
@@ -104,6 +106,7 @@ class RingExchange:
         for task in self._tasks:
             task.cancel(reason)
         self._tasks.clear()
+        self._repair = None
         for stream in self._incoming:
             stream.cancel(reason)
         self._incoming.clear()
@@ -117,7 +120,7 @@ class RingExchange:
         transfer = self._transfer
         return [h for h in sorted(transfer.headers) if not self._store.has(h)] if transfer else []
 
-    def _own(self, work: Awaitable[None], name: str) -> None:
+    def _own(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
@@ -129,6 +132,7 @@ class RingExchange:
         task = asyncio.ensure_future(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _note_arrival(self) -> None:
         self._arrivals += 1
@@ -140,18 +144,17 @@ class RingExchange:
 
     async def _push_loop(self, transfer: Transfer) -> None:
         """Push to the next live successor; fall through to the one after it when that fails."""
-        position = transfer.order.index(self._me)
-        successors = transfer.order[position + 1 :] + transfer.order[:position]
-        for successor in successors:
+        ring = RingAllGather(transfer.order, self._me, {h: transfer.origin(h) for h in transfer.headers})
+        for successor in ring.successors:
             if self._is_dead(successor):
                 continue
             try:
-                await self._push_to(successor, transfer)
+                await self._push_to(successor, transfer, ring)
                 return
             except (StreamClosed, DialError, asyncio.TimeoutError, PeerFault) as error:
-                self._on_trouble(f"push to {successor[-6:]}", error)
+                self._on_trouble(concerning(successor, "push", error), error)
 
-    async def _push_to(self, successor: str, transfer: Transfer) -> None:
+    async def _push_to(self, successor: str, transfer: Transfer, ring: RingAllGather[str]) -> None:
         stream = await self._open(successor, "Push", OPEN_SECONDS)
         try:
             round_, lineage, attempt = transfer.key
@@ -159,15 +162,16 @@ class RingExchange:
             have = PushHave()
             parse(have, await stream.recv(EARLY_PUSH_SECONDS + FRAME_SECONDS))
             has = {h for h in have.update_hashes if h in transfer.headers}
-            ring = RingAllGather(transfer.order, self._me, {h: transfer.origin(h) for h in transfer.headers})
             while not ring.finished_with(successor, has):
                 arrived = self._arrived
                 for hash_ in self.held():
                     ring.mark_held(hash_)
                 ready = ring.to_send(successor, has)
                 for hash_ in ready:
-                    await self._send_update(stream, hash_)
-                    has.add(hash_)
+                    if await self._send_update(stream, hash_):
+                        has.add(hash_)
+                    else:
+                        ring.mark_lost(hash_)
                 if not ready:
                     await arrived.wait()
             await stream.done_sending()
@@ -175,13 +179,19 @@ class RingExchange:
         finally:
             stream.cancel("push ended")
 
-    async def _send_update(self, stream: Stream, hash_: bytes) -> None:
-        header, payload = self._store.load(hash_)
+    async def _send_update(self, stream: Stream, hash_: bytes) -> bool:
+        """False, with nothing sent, when the update is lost here: then it is pulled again if the attempt needs it."""
+        try:
+            header, payload = self._store.load(hash_)
+        except KeyError:
+            self._repair_again()
+            return False
         start = UpdateStart(header=Signed.FromString(header.signed), payload_size=len(payload))
         await stream.send(start.SerializeToString())
         if self._before_payload is not None:
             await self._before_payload()
         await send_payload(stream, payload)
+        return True
 
     async def serve_push(self, peer: str, stream: Stream) -> None:
         """Handler of "Push" streams."""
@@ -247,6 +257,12 @@ class RingExchange:
 
     # ------------------------------------------------------------------------------------------------ repair
 
+    def _repair_again(self) -> None:
+        """Something that was held is not any more; the loop ended when all was there."""
+        transfer = self._transfer
+        if transfer is not None and self._repair is not None and self._repair.done():
+            self._repair = self._own(self._repair_loop(transfer), "repair")
+
     async def _repair_loop(self, transfer: Transfer) -> None:
         """Pull what lacks when nothing arrives for STALL_SECONDS."""
         while self.missing():
@@ -268,7 +284,7 @@ class RingExchange:
             try:
                 await self._pull_from(holder, missing)
             except (StreamClosed, DialError, asyncio.TimeoutError, PeerFault) as error:
-                self._on_trouble(f"pull from {holder[-6:]}", error)
+                self._on_trouble(concerning(holder, "pull", error), error)
             missing = [h for h in missing if not self._store.has(h)]
         return missing
 
@@ -291,7 +307,7 @@ class RingExchange:
             stream.cancel("pull ended")
 
     async def serve_pull(self, peer: str, stream: Stream) -> None:
-        """Handler of "Pull" streams: sends what is held of what is asked, and ends."""
+        """Handler of "Pull" streams: sends what is held of what is asked, and ends. What is lost here is left out."""
         request = PullRequest()
         parse(request, await stream.recv(FRAME_SECONDS))
         if len(request.update_hashes) > limits.ROSTER_MAX:

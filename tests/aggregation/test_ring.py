@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.aggregation.compress import encode
 from shoal.aggregation.ring import (
+    DENSE_SETTINGS,
     RingAllGather,
     RingReduce,
     choose_exchange,
     chunk_bounds,
     join_chunks,
+    reduced_bytes_max,
     schedule,
 )
 from shoal.protocol.errors import PeerFault
@@ -99,31 +102,47 @@ def test_all_gather_forwards_everything_once_around_the_ring() -> None:
     for _ in range(len(order) - 1):
         moves = []
         for ring in rings.values():
-            to = ring.successor()
-            assert to is not None
+            to = ring.successors[0]
             moves += [(to, h) for h in ring.to_send(to, set(rings[to].held))]
         for to, h in moves:
             rings[to].mark_held(h)
             sent += 1
-    assert all(r.complete and not r.missing() for r in rings.values()) and sent == 4 * 3
-    assert rings["a"].finished_with("b", set(rings["b"].held))
+    assert all(r.held.keys() == origins.keys() for r in rings.values()) and sent == 4 * 3
+    assert all(r.finished_with(r.successors[0], set(rings[r.successors[0]].held)) for r in rings.values())
 
 
-def test_a_dead_successor_is_skipped_and_strangers_are_ignored() -> None:
+def test_own_first_then_in_order_of_arrival_and_never_to_the_origin() -> None:
     ring = RingAllGather(["a", "b", "c"], "b", {b"1": "a", b"2": "b", b"3": "c"})
-    assert ring.successor() == "c"
-    ring.mark_dead("c")
-    assert ring.successor() == "a"
-    ring.mark_dead("a")
-    assert ring.successor() is None
+    assert ring.successors == ("c", "a")
     ring.mark_held(b"unknown")
-    assert not ring.held and ring.missing() == [b"1", b"2", b"3"]
-    ring.mark_held(b"1")
-    ring.mark_held(b"2")
-    assert ring.to_send("c", set()) == [b"2", b"1"]  # its own first
-    assert not ring.finished_with("a", set())
+    assert not ring.held
+    for hash_ in (b"3", b"1", b"2"):
+        ring.mark_held(hash_)
+    assert ring.to_send("c", set()) == [b"2", b"1"]
+    assert ring.to_send("a", {b"2"}) == [b"3"]
+    assert not ring.finished_with("a", {b"2"}) and ring.finished_with("a", {b"2", b"3"})
     with pytest.raises(ValueError):
         RingAllGather(["a"], "z", {})
+
+
+def test_what_is_lost_is_not_offered_until_it_is_held_again() -> None:
+    ring = RingAllGather(["a", "b"], "a", {b"1": "a", b"2": "b"})
+    ring.mark_held(b"1")
+    ring.mark_lost(b"1")
+    ring.mark_lost(b"unknown")
+    assert ring.to_send("b", set()) == [] and not ring.finished_with("b", set())
+    ring.mark_held(b"1")
+    assert ring.to_send("b", set()) == [b"1"]
+
+
+@given(st.integers(0, 300), st.sampled_from([8, 16, 32]), st.integers(0, 2**32 - 1))
+def test_no_reduced_chunk_is_longer_than_its_bound(size: int, bits: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for chunk in (np.zeros(size), rng.standard_normal(size), rng.standard_normal(size) * 10.0 ** rng.integers(-30, 30)):
+        payload = encode(chunk.astype(np.float32), DENSE_SETTINGS[bits]) if size else b""
+        assert len(payload) <= reduced_bytes_max(size, bits) <= 4 * size + 16
+        if bits == 32:
+            assert len(payload) == reduced_bytes_max(size, bits)
 
 
 def test_the_cheaper_exchange_is_chosen() -> None:

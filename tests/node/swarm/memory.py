@@ -115,23 +115,33 @@ Serve = Callable[[str, Stream], Awaitable[None]]
 
 
 class MemoryNet:
-    """Opens streams to handlers by peer name. A handler that ends with an exception breaks its stream."""
+    """Opens streams to handlers by peer name, or by (peer, method). A handler that ends with an exception breaks its
+    stream."""
 
-    def __init__(self, handlers: dict[str, Serve]) -> None:
-        self.handlers = handlers
+    def __init__(self, handlers: dict[str, Serve] | dict[tuple[str, str], Serve] | dict[Any, Serve]) -> None:
+        self.handlers: dict[Any, Serve] = {**handlers}
         self.opened: list[str] = []
         self.server_errors: list[BaseException] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, peer: str, method: str, timeout_s: float) -> Stream:
+    def opener(self, me: str) -> Callable[[str, str, float], Awaitable[Stream]]:
+        """`open` as it is called by `me`."""
+
+        async def open_(peer: str, method: str, timeout_s: float) -> Stream:
+            return await self.open(peer, method, timeout_s, me=me)
+
+        return open_
+
+    async def open(self, peer: str, method: str, timeout_s: float, *, me: str = "client") -> Stream:
         self.opened.append(peer)
-        if peer not in self.handlers:
+        handler = self.handlers.get((peer, method), self.handlers.get(peer))
+        if handler is None:
             raise DialError("unreachable", peer)
         mine, theirs = pair()
 
         async def serving() -> None:
             try:
-                await self.handlers[peer]("client", theirs)
+                await handler(me, theirs)
             except (StreamClosed, asyncio.CancelledError):
                 theirs.cancel("over")
             except Exception as error:
