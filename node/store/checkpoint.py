@@ -197,7 +197,7 @@ class Checkpoints:
         return min((int(r) for r in rounds if r.isdigit()), default=0)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write one, then prune. Raises OSError: every older one is still valid."""
+        """Write one, then prune, durably. Raises OSError: every one that is left is still valid."""
         arrays = {"state/theta": checkpoint.state.theta}
         if checkpoint.state.outer is not None:
             arrays["state/outer"] = checkpoint.state.outer
@@ -222,8 +222,11 @@ class Checkpoints:
         # Files of later rounds belong to a branch that was given up for this state: a restart must not prefer them.
         paths = self.paths()
         at = paths.index(path)
-        for old in (*paths[:at], *paths[at + self._keep :]):
+        dropped = (*paths[:at], *paths[at + self._keep :])
+        for old in dropped:
             self._disk.unlink(old)
+        if dropped:  # or a crash could bring back a branch given up, or one that the journal no longer reaches down to
+            self._disk.sync_folder(self._folder)
         return path
 
     def load(self, path: Path) -> Checkpoint:
