@@ -1,11 +1,11 @@
-"""Hosts, the paths between them, and what is cut. Decides when and whether bytes arrive; what they mean is transport.py's.
+"""Hosts, the paths between them, and what is cut. Decides when and whether bytes arrive; what they mean is stream.py's.
 
 A path's latency is drawn per frame. Bandwidth is the sender's uplink and the receiver's downlink, each a queue served first
 come first served, which streams share by frames: each has at most a window of them in the queue. What fits a packet does not
 wait behind bulk, as on routers with fair queueing, but uses up its share.
 
 *Messages* (frames of "Control" streams) may be lost, duplicated and reordered, as the protocol allows; whatever else is
-sent arrives once, late where something of it was lost. What a cut path does to either is transport.py's, too: messages are
+sent arrives once, late where something of it was lost. What a cut path does to either is stream.py's, too: messages are
 lost, streams wait, and a connection whose path stays cut breaks.
 """
 
@@ -21,7 +21,8 @@ from .link import Link, Way
 from .loop import PROCESS, Process, SimLoop
 
 if TYPE_CHECKING:
-    from .transport import End, SimTransport
+    from .stream import End
+    from .transport import SimTransport
 
 HEADER_BYTES = 60  # IP, TCP, TLS and gRPC around a frame
 PACKET_BYTES = 1500
@@ -156,19 +157,8 @@ class SimHost:
 class Path:
     """The way from one host to another, with what it carried. Refreshed when links or cuts change."""
 
-    __slots__ = (
-        "network",
-        "source",
-        "target",
-        "way",
-        "counts",
-        "distance",
-        "_version",
-        "_cut",
-        "_latency",
-        "_rate",
-        "_free",
-    )
+    __slots__ = ("network", "source", "target", "way", "counts", "distance", "_version", "_cut", "_latency",
+        "_rate", "_free")  # fmt: skip
 
     def __init__(self, network: Network, source: SimHost, target: SimHost) -> None:
         self.network, self.source, self.target = network, source, target

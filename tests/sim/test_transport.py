@@ -25,7 +25,8 @@ from shoal.sim.clock import SimClock
 from shoal.sim.link import Link
 from shoal.sim.loop import SimLoop
 from shoal.sim.network import Network, SimHost
-from shoal.sim.transport import MESSAGES, WINDOW_BYTES, SimConnection, SimTransport
+from shoal.sim.stream import MESSAGES, WINDOW_BYTES
+from shoal.sim.transport import SimConnection, SimTransport
 
 IDENTITIES = [Identity.generate(bytes([n]) * 32) for n in (1, 2, 3)]
 ALICE, BOB, EVE = IDENTITIES
