@@ -108,6 +108,16 @@ def thinned(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
     return kept
 
 
+def unbroken(points: Sequence[Point]) -> list[Sequence[Point]]:
+    """Cut where nothing was said for five times as long as usual: the process was down, and no line says otherwise."""
+    steps = sorted(b[0] - a[0] for a, b in zip(points, points[1:]))
+    if not steps:
+        return [points]
+    long = 5 * steps[len(steps) // 2]
+    cuts = [k for k in range(1, len(points)) if points[k][0] - points[k - 1][0] > long]
+    return [points[a:b] for a, b in zip([0, *cuts], [*cuts, len(points)])]
+
+
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +150,7 @@ def lines(
     drawn = [_bands(bands, x, height), _axes(x, y, height, unit)]
     for name, points in clean.items():
         if points:
-            way = _way(thinned(points), x, y)
+            way = "".join(_way(thinned(run), x, y) for run in unbroken(points))
             style = f'style="stroke:{escape(colours.get(name, "gray"))}"'
             drawn.append(
                 f'<path class="line" data-peer="{escape(name)}" {style} d="{way}"><title>{escape(name)}</title></path>'
@@ -178,6 +188,8 @@ def rows(
         left, right = x(part.start), x(min(part.end, until))
         if part.row not in top or right - reached[part.row] < NARROW:
             continue
+        if 0 <= left - reached[part.row] < 2 * NARROW:
+            left = reached[part.row]  # what was left out in between leaves no hole
         reached[part.row] = right
         drawn.append(
             f'<rect class="{escape(part.css)}" data-peer="{escape(part.row)}" x="{left:.1f}" y="{top[part.row]:.1f}" '
@@ -320,7 +332,8 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _way(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    return "M" + "L".join(f"{x(p[0]):.1f} {y(p[1]):.1f}" for p in points)
+    """The last stroke has no length, so that a lone point is a dot."""
+    return "M" + "L".join(f"{x(p[0]):.1f} {y(p[1]):.1f}" for p in points) + "h0"
 
 
 def _median(series: Sequence[Sequence[Point]], until: float) -> list[Point]:

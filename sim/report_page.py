@@ -261,7 +261,8 @@ nav { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap:
 .key { margin-right: .9em; }
 svg { width: 100%; height: auto; display: block; }
 .label { fill: var(--dim); font-size: 10.5px; } .grid { stroke: var(--line); fill: none; }
-.line { fill: none; stroke-width: 1.3; opacity: .62; } .median { fill: none; stroke: var(--ink); stroke-width: 2.2; }
+.line { fill: none; stroke-width: 1.3; opacity: .62; stroke-linecap: round; }
+.median { fill: none; stroke: var(--ink); stroke-width: 2.2; }
 .cell { fill: var(--cell); } .mark { fill: var(--fault); }
 .shade, .band rect { fill: var(--fault); fill-opacity: .08; pointer-events: none; } .band rect { fill-opacity: 0; }
 .band path { stroke: var(--fault); stroke-opacity: .55; fill: none; } .band:hover rect { fill-opacity: .25; }
