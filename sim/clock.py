@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
-from .loop import PROCESS, Process, SimFuture, SimLoop, nanoseconds
+from .loop import SimLoop, nanoseconds
+from .process import PROCESS, Process, SimFuture
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .link import Link, Way
-from .loop import PROCESS, Process, SimLoop
+from .loop import SimLoop
+from .process import PROCESS, Process
 
 if TYPE_CHECKING:
     from .stream import End

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from ..protocol import limits
 from ..protocol.handshake import plain
 from ..protocol.transport import Call, StreamClosed
-from .loop import SimFuture, SimHandle, SimTask, nanoseconds
+from .loop import nanoseconds
 from .network import Count, Path
+from .process import SimFuture, SimHandle, SimTask
 
 if TYPE_CHECKING:
     from .transport import SimTransport

@@ -17,8 +17,9 @@ from ..protocol.errors import ExitCode, ShoalError
 from ..protocol.identity import Identity
 from ..protocol.transport import Call, DialError, Gate, Handler, StreamClosed
 from ..protocol.version import sha256
-from .loop import PROCESS, Process, SimFuture, SimTask, nanoseconds
+from .loop import nanoseconds
 from .network import Network, SimHost
+from .process import PROCESS, Process, SimFuture, SimTask
 from .stream import FOREVER_S, End, SimStream, wake
 
 OPEN_BYTES = 120  # headers of a new stream

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.sim.loop import PROCESS, SWEEP_TIMERS_MIN, Deadlock, Process, Runaway, SimLoop, nanoseconds
+from shoal.sim.loop import SWEEP_TIMERS_MIN, Deadlock, Runaway, SimLoop, nanoseconds
+from shoal.sim.process import PROCESS, Process
 
 
 @pytest.fixture
