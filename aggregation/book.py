@@ -4,8 +4,9 @@ Everything is int64 [d] in units of 2^-40, so that the law is an equality of int
 is *sent*: only when the swarm *adopted* it. An update that was dropped, voided, or lost with a branch is therefore back in
 the residual by itself.
 
-The book keeps own updates by dot until they are settled (their fate known everywhere); then they are folded into a
-baseline and forgotten.
+The book keeps own updates by dot until they are settled; then they are folded into a baseline and forgotten. What was
+adopted after a *split* may still be lost with its branch, however many rounds later: it is folded into a sum of its own, by
+branch, which can be given up as a whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Own:
     indices: np.ndarray | None
     fixed: np.ndarray
     adopted: bool = False
+    branch: bytes = b""  # the last split under which it was adopted
 
 
 def to_fixed(values: np.ndarray) -> np.ndarray:
@@ -38,14 +40,31 @@ def to_fixed(values: np.ndarray) -> np.ndarray:
     return np.rint(wide * UNIT).astype(np.int64)
 
 
+def _share(fixed: np.ndarray, part: int, whole: int) -> np.ndarray:
+    """Exactly floor(fixed * part / whole), in an order of operations that stays within int64. Raises ValueError."""
+    if not 0 <= part <= whole or not 1 <= whole < 2**31:
+        raise ValueError(f"cannot damp {part}/{whole} of an update")
+    quotient, rest = np.divmod(fixed, whole)
+    return quotient * part + rest * part // whole
+
+
+# Splits whose branch can still be given up; an older one is taken for decided.
+BRANCHES_MAX = 4
+
+
 class Book:
-    """What one peer has learned and what the swarm has of it. Not thread-safe; one user at a time."""
+    """What one peer has learned and what the swarm has of it. Not thread-safe; one user at a time.
+
+    Memory: three int64 [d], one more for each of the last splits, and the own updates on record.
+    """
 
     def __init__(self, d: int) -> None:
         self.d = d
         self._learned = np.zeros(d, np.int64)
         self._settled = np.zeros(d, np.int64)
         self._damped = np.zeros(d, np.int64)
+        self._branches: dict[bytes, np.ndarray] = {}  # lineage before the split → settled mass adopted after it
+        self._branch = b""
         self._own: dict[Dot, _Own] = {}
 
     # ------------------------------------------------------------------------------------------------ entries
@@ -67,7 +86,21 @@ class Book:
 
     def adopt(self, dot: Dot) -> None:
         """The state holds this own update. Twice counts once. Raises KeyError for a dot that is not on record."""
-        self._own[dot].adopted = True
+        own = self._own[dot]
+        if not own.adopted:
+            own.adopted, own.branch = True, self._branch
+
+    def split(self, base: bytes) -> None:
+        """What is adopted from now on stands on a split from lineage `base` (32 bytes) and may be lost with it."""
+        self._branch = base
+
+    def lose(self, base: bytes, part: int, whole: int) -> None:
+        """The branch that split from `base` lost: its settled mass is owed again, but for part/whole that is damped."""
+        mass = self._branches.pop(base, None)
+        if mass is not None:
+            self._damped += _share(mass, part, whole)
+        if self._branch == base:
+            self._branch = b""
 
     def unadopt(self, dot: Dot) -> None:
         """The state that held it lost a conflict."""
@@ -75,19 +108,23 @@ class Book:
 
     def damp(self, dot: Dot, part: int, whole: int) -> None:
         """Book part/whole of an update's mass (rounded down) as damped: it counts neither as adopted nor as owed."""
-        if not 0 <= part <= whole or not 1 <= whole < 2**31:
-            raise ValueError(f"cannot damp {part}/{whole} of an update")
         own = self._own[dot]
-        # Exactly floor(fixed * part / whole), in an order of operations that stays within int64.
-        quotient, rest = np.divmod(own.fixed, whole)
-        self._put(self._damped, own, quotient * part + rest * part // whole)
+        self._put(self._damped, own, _share(own.fixed, part, whole))
 
     def settle(self, dots: Iterable[Dot]) -> None:
-        """Their fate is known everywhere: fold what was adopted into the baseline and forget the updates."""
+        """Fold what was adopted into the baseline, or into its branch's sum, and forget the updates."""
         for dot in list(dots):
             own = self._own.pop(dot, None)
-            if own is not None and own.adopted:
+            if own is None or not own.adopted:
+                continue
+            if not own.branch:
                 self._put(self._settled, own, own.fixed)
+                continue
+            if own.branch not in self._branches:
+                self._branches[own.branch] = np.zeros(self.d, np.int64)
+            self._put(self._branches[own.branch], own, own.fixed)
+            while len(self._branches) > BRANCHES_MAX:
+                self._settled += self._branches.pop(next(iter(self._branches)))
 
     # ------------------------------------------------------------------------------------------------ readers
 
@@ -104,6 +141,8 @@ class Book:
     def residual(self) -> np.ndarray:
         """int64 [d]."""
         residual = self._learned - self._settled - self._damped
+        for mass in self._branches.values():
+            residual -= mass
         for own in self._own.values():
             if own.adopted:
                 self._put(residual, own, -own.fixed)
@@ -116,6 +155,8 @@ class Book:
     def parts(self) -> dict[str, np.ndarray]:
         """int64 [d] each: learned, adopted, damped. The law: residual = learned - adopted - damped."""
         adopted = self._settled.copy()
+        for mass in self._branches.values():
+            adopted += mass
         for own in self._own.values():
             if own.adopted:
                 self._put(adopted, own, own.fixed)
@@ -139,11 +180,14 @@ class Book:
         }
         index = []
         for number, (dot, own) in enumerate(sorted(self._own.items())):
-            index.append([dot.peer, dot.incarnation, dot.seq, own.adopted, own.indices is not None])
+            index.append([dot.peer, dot.incarnation, dot.seq, own.adopted, own.indices is not None, own.branch.hex()])
             arrays[f"own/{number}/fixed"] = own.fixed
             if own.indices is not None:
                 arrays[f"own/{number}/indices"] = own.indices
         arrays["index"] = json.dumps(index).encode()
+        for base, mass in self._branches.items():
+            arrays[f"branch/{base.hex()}"] = mass.copy()
+        arrays["branches"] = json.dumps([self._branch.hex(), [base.hex() for base in self._branches]]).encode()
         return arrays
 
     @classmethod
@@ -155,12 +199,19 @@ class Book:
             if array.shape != (book.d,):
                 raise ValueError(f"{name} of shape {array.shape}, the book has ({book.d},)")
             setattr(book, f"_{name}", array)
-        for number, (peer, incarnation, seq, adopted, sparse) in enumerate(json.loads(bytes(arrays["index"]))):
+        branch, bases = json.loads(bytes(arrays["branches"]))
+        book._branch = bytes.fromhex(branch)
+        for base in bases:
+            mass = np.array(arrays[f"branch/{base}"], np.int64)
+            if mass.shape != (book.d,):
+                raise ValueError(f"a branch of shape {mass.shape}, the book has ({book.d},)")
+            book._branches[bytes.fromhex(base)] = mass
+        for number, (peer, incarnation, seq, adopted, sparse, of) in enumerate(json.loads(bytes(arrays["index"]))):
             indices = np.array(arrays[f"own/{number}/indices"], np.int64) if sparse else None
             fixed = np.array(arrays[f"own/{number}/fixed"], np.int64)
             if fixed.shape != (indices.shape if indices is not None else (book.d,)):
                 raise ValueError(f"own update {number} has {fixed.shape} values")
             if indices is not None and indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < book.d:
                 raise ValueError(f"own update {number} has an index outside {book.d} coordinates")
-            book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted)
+            book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted, bytes.fromhex(of))
         return book

@@ -19,6 +19,7 @@ from ..protocol.errors import ExitCode, PeerFault, ShoalError
 from ..protocol.handshake import Refused
 from ..protocol.transport import DialError, StreamClosed
 from ..protocol.version import VersionVector, genesis_lineage
+from ..protocol.wire_pb2 import Refusal
 from .host import Host
 from .run import Run
 from .store.datadir import DataDir
@@ -104,14 +105,19 @@ class Entry:
             await self._host.clock.sleep(wait)
 
     async def redial(self) -> None:
-        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone."""
+        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone.
+
+        Raises Refused when another process has our identity. Any other refusal is one peer's word: it may itself be
+        a newcomer that cannot tell yet who is a member.
+        """
 
         async def one(peer: str, address: str) -> None:
             try:
                 await self._mesh.connect(address, peer)
             except Refused as error:
-                if error.permanent and error.code is not ExitCode.MISMATCH:
+                if error.reason == Refusal.IDENTITY_IN_USE:
                     raise
+                self._say("not let in", level="warning", peer=peer, cause=f"{error.what}: {error.values}")
             except (DialError, StreamClosed, PeerFault, asyncio.TimeoutError):
                 pass
 

@@ -40,12 +40,12 @@ def load_log(records: Sequence[bytes], state: SharedState, run_id: bytes) -> Com
             chain.append(commit)
             wanted = commit.base_lineage
     if not chain:
-        return CommitLog(state.lineage, state.round, state.total_weight)
+        return CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
     chain.reverse()
     # The oldest record only says who could vote in the next one.
     root = chain[0]
-    log = CommitLog(root.value.lineage, root.value.round)
     electorate = electorate_after(root.value)
+    log = CommitLog(root.value.lineage, root.value.round, electorate=electorate)
     for commit in chain[1:]:
         checked = check_commit(commit, electorate, commit.value.round, commit.base_lineage)
         log.add(checked, sum(u.weight for u in commit.value.updates), tip=checked.lineage)

@@ -78,10 +78,17 @@ class CommitLog:
     """Commit records by lineage: a tree that grows from `root` (genesis, or the state that a newcomer downloaded)."""
 
     def __init__(
-        self, root: bytes, root_round: int, root_weight: int = 0, *, kept: int = limits.COMMIT_RECORDS_KEPT
+        self,
+        root: bytes,
+        root_round: int,
+        root_weight: int = 0,
+        *,
+        electorate: Collection[str] = (),
+        kept: int = limits.COMMIT_RECORDS_KEPT,
     ) -> None:
-        """`root`: lineage of the state at `root_round`, with its cumulative weight. `kept`: rounds."""
+        """`root`: lineage of the state at `root_round`, with its cumulative weight and who may vote after it. `kept`: rounds."""
         self.kept = kept
+        self.root_electorate = frozenset(electorate)
         self._root = (root, root_round, root_weight)
         self._records: dict[bytes, CommitRecord] = {}
 
@@ -189,6 +196,7 @@ class CommitLog:
             del self._records[record.lineage]
             if record.lineage in own and record.round >= self._root[1]:
                 self._root = (record.lineage, record.round, record.total_weight)
+                self.root_electorate = frozenset(electorate_after(record.checked.value))
         others = sorted((r for r in self._records.values() if r.lineage not in own), key=lambda r: r.round)
         for record in others[: max(0, len(self._records) - 2 * self.kept)]:
             del self._records[record.lineage]

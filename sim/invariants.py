@@ -78,6 +78,7 @@ class Checkers:
         newest = (node.journal.incarnation, node.journal.last_seq)
         if self._said.get(peer.name) == newest and self._lives.get(peer.name) == peer.lives:
             return
+        spoke = self._lives.get(peer.name) == peer.lives
         self._said[peer.name], self._lives[peer.name] = newest, peer.lives
         self.ledger.set_dimension(node.learner.layout.size)
         for update, header in peer.own_updates():
@@ -85,8 +86,9 @@ class Checkers:
             if peer.byzantine is None and known and header.update_hash not in known:
                 self.broken(2, peer.name, f"{header.dot} names two different updates")
             self.ledger.heard(header, update.payload, node.learner.layout.size, node.compression)
-        record = self.ledger.of(peer.peer_id)
-        record.published = len(record.sums) - 1
+        if spoke:
+            record = self.ledger.of(peer.peer_id)
+            record.published = len(record.sums) - 1
 
     def _look_at_state(self, peer: Peer) -> None:
         node = peer.node

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 0.25
 # One request to one peer, and the time its answer may take before the next is asked.
 ASK_SECONDS = 1.0
+# For the commit records behind a downloaded state; a peer without them counts its own updates by their order alone.
+CHAIN_SECONDS = 10.0
 # A newcomer to a round that others have decided does not train on an old state; but nor does it wait for ever for news.
 SETTLE_SECONDS = 5.0
 # More rounds behind than this: downloading the state is cheaper than fetching every round's updates.
@@ -69,7 +71,6 @@ class CatchUp:
         self._say = say
         self._conflict = conflicts_seen
         self._rounds: Rounds | None = None
-        self._root_electorate: frozenset[str] = frozenset()
         self._asked: dict[str, tuple[float, int]] = {}  # peer → (when, which step back)
         self._heard: dict[str, bytes] = {}  # peer → newest record on its chain that it gave us
         self._lost: set[bytes] = set()  # lineages that lost against ours
@@ -77,7 +78,8 @@ class CatchUp:
     # ------------------------------------------------------------------------------------------------ readers
 
     def behind(self) -> dict[str, Summary]:
-        """Peers whose state is not an ancestor of ours (ahead of us, or on another branch that has not lost)."""
+        """Peers whose state is not an ancestor of ours: ahead of us, or on another branch that has not lost. A branch may
+        win though it has fewer rounds."""
         rounds = self._rounds
         if rounds is None:
             return {}
@@ -87,8 +89,8 @@ class CatchUp:
             for peer, s in self._summaries().items()
             if s.lineage not in self._lost
             and len(s.lineage) == 32
-            and s.round >= state.round
             and s.lineage != state.lineage
+            and (s.round >= state.round or not rounds.log.is_ancestor(s.lineage, state.lineage))
         }
 
     async def settled(self) -> None:
@@ -137,7 +139,7 @@ class CatchUp:
         if not rounds.log.knows(base):
             return  # we ask further back
         record = rounds.log.get(base)
-        electorate = electorate_after(record.checked.value) if record else self._root_electorate
+        electorate = electorate_after(record.checked.value) if record else rounds.log.root_electorate
         checked = check_commit(commit, electorate, commit.round, base)
         weight = sum(weights_of(checked.value, rounds.settings.rules).values())
         rounds.log.add(checked, weight, tip=rounds.state.lineage)
@@ -166,8 +168,6 @@ class CatchUp:
 
     def attach(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        if not self._root_electorate:
-            self._root_electorate = frozenset(rounds.state.electorate)
 
     def _ask(self, rounds: Rounds, peer: str) -> None:
         now = self._clock.now()
@@ -220,6 +220,14 @@ class CatchUp:
 
     # ------------------------------------------------------------------------------------------------ download
 
+    async def _learn_chain(self, rounds: Rounds, lineage: bytes, holders: list[str]) -> None:
+        """The commits between our state and a downloaded one: they say which of our own updates it holds."""
+        deadline = self._clock.now() + CHAIN_SECONDS
+        while not rounds.log.knows(lineage) and self._clock.now() < deadline:
+            for peer in holders:
+                self._ask(rounds, peer)
+            await self._clock.sleep(WATCH_SECONDS)
+
     async def download(
         self, rounds: Rounds, reason: str, lineage: bytes | None = None, *, fork: bytes | None = None
     ) -> None:
@@ -231,9 +239,8 @@ class CatchUp:
         state = await self._download(None, holders, reason)
         if state is None:
             return
+        await self._learn_chain(rounds, state.lineage, holders)
         if state.round < rounds.state.round and fork is None:
             self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
             return
-        if not rounds.log.knows(state.lineage):
-            self._root_electorate = frozenset(state.electorate)
         rounds.replace(state, fork, reason)

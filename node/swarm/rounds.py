@@ -192,6 +192,8 @@ class Rounds:
         message = ballot_wire.decode(envelope, peer, self._run_id)
         open_ = self._ballot
         if open_ is not None and open_.concerns(message):
+            if isinstance(message, Commit):
+                self._catch_up.hint(peer, message)
             if getattr(message, "observer", False):
                 self._observers_seen = True
             return self._feed(b.Received(peer, message))
@@ -429,14 +431,21 @@ class Rounds:
             self._save_tried = self._clock.now()
             self._saved = await self._save(None, None, None)
         if self._unsaved is not None and self._saved:
-            record = self._unsaved
-            try:
-                await self._clock.run(lambda: self._journal.save_ballot(record))
-                self._unsaved, self.journal_trouble = None, ""
-            except JournalFull as error:
-                self.journal_trouble = str(error)
-                self._say("not voting: the journal cannot be written", level="error", cause=str(error))
+            self.journal_trouble = await self._clock.run(lambda: self._try_to_save(self._unsaved))
+            if self.journal_trouble:
+                self._say("not voting: the journal cannot be written", level="error", cause=self.journal_trouble)
+            else:
+                self._unsaved = None
         return self._saved and self._unsaved is None
+
+    def _try_to_save(self, record: b.BallotRecord | None) -> str:
+        """Why it could not be made durable, or "". Returned, not raised: the round may be over before anybody looks."""
+        try:
+            if record is not None:
+                self._journal.save_ballot(record)
+        except JournalFull as error:
+            return str(error)
+        return ""
 
     def _begin_exchange(self, roster: Roster) -> None:
         if roster.exchange is Exchange.RING_DENSE:
@@ -483,11 +492,13 @@ class Rounds:
         started = self._clock.now()
         updates = await self._fetch(checked)
         if updates is None:
+            self._remember(checked)
             return await self._catch_up.download(self, f"updates of round {checked.value.round} are nowhere to be had")
         state, rules, reduced = self.state, self.settings.rules, None
         if checked.value.exchange is Exchange.RING_DENSE:
             reduced = await self._dense.reduced(checked.value, list(checked.value.ring))
             if reduced is None:
+                self._remember(checked)
                 return await self._catch_up.download(self, f"chunks of round {checked.value.round} are gone")
         applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, rules, reduced=reduced))
         self.install(applied, checked)
@@ -511,11 +522,18 @@ class Rounds:
 
     def install(self, applied: Applied, checked: CheckedCommit) -> None:
         """Make the new state ours, in memory."""
+        book = self._work.book
+        if checked.split:
+            book.split(checked.value.base_lineage)
         for dot in applied.adopted:
-            if dot.peer == self.me:
-                self._work.book.adopt(dot)
-        self.log.add(checked, sum(weights_of(checked.value, self.settings.rules).values()), tip=checked.lineage)
+            if dot.peer == self.me and book.knows(dot):  # not one of a life before the disk was lost
+                book.adopt(dot)
+        self._remember(checked)
         self.state = applied.state
+
+    def _remember(self, checked: CheckedCommit) -> None:
+        weight = sum(weights_of(checked.value, self.settings.rules).values())
+        self.log.add(checked, weight, tip=checked.lineage)
 
     def poke(self, peer: str, tip: bytes) -> None:
         """Records that continue our state are known: let the open round be decided by the first of them."""
@@ -535,6 +553,7 @@ class Rounds:
             for record in self.log.chain(old.lineage):
                 if record.lineage == fork:
                     break
+                book.lose(record.base_lineage, stale, 1 + stale)
                 for update in record.checked.value.updates:
                     if update.dot.peer == self.me and book.adopted(update.dot):
                         book.unadopt(update.dot)
@@ -546,10 +565,22 @@ class Rounds:
                 if update.dot.peer == self.me and book.knows(update.dot):
                     book.adopt(update.dot)
         if not self.log.knows(state.lineage):
-            self.log = CommitLog(state.lineage, state.round, state.total_weight)
+            if fork is None:
+                self._take_for_adopted(state)
+            self.log = CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
         self.state = state
         self._say("state downloaded", round=state.round, state_hash=state.hash.hex()[:16], reason=reason)
         self._replaced.set()
+
+    def _take_for_adopted(self, state: SharedState) -> None:
+        """The commits behind a downloaded state are not to be had: which own updates it holds is known only up to their
+        order. Those up to the last one it holds are taken for adopted: mass may be lost so, but none can count twice."""
+        book = self._work.book
+        held = [dot for dot in book.dots() if not book.adopted(dot) and state.vector.includes(dot)]
+        for dot in held:
+            book.adopt(dot)
+        if held:
+            self._say("own updates taken for adopted: no commit record says so", level="warning", updates=len(held))
 
     async def _fetch(self, checked: CheckedCommit) -> list[tuple[Header, bytes]] | None:
         """The committed updates, pulled from whoever has them; None when nobody does."""
