@@ -179,8 +179,7 @@ class Path:
         ends = (
             (link, link) if link is not None else (source.link, target.link) if source is not target else (LOCAL, LOCAL)
         )
-        self.way = Way.between(*ends)
-        self._latency = self.way.latency(network.rng, self.distance)
+        self.way, self._latency = network.way_of(ends, self.distance)
         self._rate = link.up_ns_per_byte() if link is not None else 0.0
 
     @property
@@ -302,6 +301,7 @@ class Network:
         self._by_address: dict[str, SimHost] = {}
         self._cuts: dict[Hashable, tuple[frozenset[int], frozenset[int], bool]] = {}
         self._overrides: dict[Hashable, tuple[frozenset[int], frozenset[int], bool, Link]] = {}
+        self._ways: dict[tuple[Link, Link], tuple[Way, Callable[[], float]]] = {}
 
     def add_host(self, name: str, link: Link | None = None) -> SimHost:
         """Addresses count up from 10.0.0.1. Raises ValueError for a name that is taken."""
@@ -367,6 +367,15 @@ class Network:
             if (a in left and b in right) or (not one_way and a in right and b in left):
                 return link
         return None
+
+    def way_of(self, ends: tuple[Link, Link], distance: float) -> tuple[Way, Callable[[], float]]:
+        """What a path between two such ends is like, and its latency. Shared among all that are alike."""
+        known = self._ways.get(ends)
+        if known is None:
+            way = Way.between(*ends)
+            known = self._ways[ends] = (way, way.latency(self.rng, distance))
+        way, latency = known
+        return way, latency if way.jitter is None else way.latency(self.rng, distance)
 
     # ------------------------------------------------------------------------------------------------ readers
 

@@ -16,7 +16,6 @@ soon as the other side has read, without word of it having to travel.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..protocol import limits
@@ -61,8 +60,9 @@ class SimStream:
         self._count: Count = end.path.count(method)
         self._accepted = accepted
         # Arrived: frames, and what ends them. `_early` arrived before what it follows.
-        self._inbox: deque[bytes | StreamClosed] = deque()
-        self._early: dict[int, Any] = {}
+        # A list, though it is a queue: it is nearly always short, and a swarm of a thousand has a million of them.
+        self._inbox: list[bytes | StreamClosed] = []
+        self._early: dict[int, Any] | None = None
         self._expected = 0
         self._reader: SimFuture | None = None
         self._deadline = 0
@@ -71,7 +71,7 @@ class SimStream:
         self._writer: SimFuture | None = None
         self._in_flight = 0  # bytes that we sent and the other side has not read
         self._seq = 0
-        self._stalled: list[tuple[int, Any, int]] = []
+        self._stalled: list[tuple[int, Any, int]] | None = None
         self._last_ns = 0  # arrival of what we sent last
         self._closed: StreamClosed | None = None  # why nothing more can be read or written here
         self._other_done: StreamClosed | None = None  # how the accepting side ended the stream
@@ -144,13 +144,14 @@ class SimStream:
 
     def _stall(self, seq: int, item: Any, size: int) -> None:
         """The path is cut; keep this for later, even when the stream is over here."""
+        self._stalled = self._stalled or []
         self._stalled.append((seq, item, size))
         self.end.streams[self] = None
 
     def resend(self) -> None:
         """The path is whole again."""
-        stalled, self._stalled = self._stalled, []
-        for seq, item, size in stalled:
+        stalled, self._stalled = self._stalled, None
+        for seq, item, size in stalled or ():
             self._last_ns = self.end.path.carry(size, self._last_ns, self.other._arrive, (seq, item, size))
         if self._closed is not None:
             self.end.forget(self)
@@ -187,6 +188,7 @@ class SimStream:
         if isinstance(item, bytes):
             sender.event("deliver", size)
         if seq != self._expected:
+            self._early = self._early or {}
             self._early[seq] = item
             return
         self._take(item)
@@ -221,7 +223,7 @@ class SimStream:
         item = inbox[0]
         if isinstance(item, StreamClosed):
             raise StreamClosed(item.reason, clean=item.clean)
-        inbox.popleft()
+        del inbox[0]
         self.end.transport.received_bytes += len(item)
         sender = self.other
         sender._in_flight -= len(item)
@@ -282,7 +284,7 @@ class SimStream:
             return
         self._closed = StreamClosed(reason)
         self._inbox.clear()
-        self._early.clear()
+        self._early = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -309,7 +311,7 @@ class End:
     def __init__(self, transport: SimTransport, path: Path) -> None:
         self.transport, self.path = transport, path
         self.streams: dict[SimStream, None] = {}
-        self.room: deque[SimFuture] = deque()  # who waits to open a stream
+        self.room: list[SimFuture] = []  # who waits to open a stream
         self.alive = True
         self._timer: SimHandle | None = None  # keepalive's, while nobody could answer
         transport.ends[self] = None
