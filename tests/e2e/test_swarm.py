@@ -157,3 +157,62 @@ def _records(node: Node) -> list[dict[str, object]]:
     from shoal.node.store.metrics import read_metrics
 
     return read_metrics(node.data_dir)
+
+
+STATE = {"dimension": 1_000_000, "compression": "sparseloco"}  # four chunks and more
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+def test_a_newcomer_dies_while_it_downloads_and_comes_back(tmp_path: Path, how: str) -> None:
+    with swarm(tmp_path, **STATE) as one:
+        one.found()
+        one.join()
+        survivors = one.nodes[:2]
+        one.wait(lambda: all(len((n.status() or {})["electorate"]) == 2 for n in survivors), "two members")
+        newcomer = one.join(wait=False, SHOAL_NODE__TEST_HOLD="downloading")
+        one.wait(lambda: newcomer.holding() == "downloading", "held while downloading")
+        if how == "kill":
+            newcomer.kill()
+        else:
+            newcomer.signal(signal.SIGSTOP)
+        one.wait_round(max(one.rounds(survivors)) + 3, survivors)
+        newcomer.release()
+        if how == "kill":
+            newcomer.start("join", one.invite)
+        else:
+            newcomer.signal(signal.SIGCONT)
+        assert_together(one, one.nodes)
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+def test_a_source_dies_while_a_newcomer_downloads_from_it(tmp_path: Path, how: str) -> None:
+    """The newcomer gets the rest from the others, whether the source is gone or just silent."""
+    with swarm(tmp_path, **STATE) as one:
+        founder = one.found()
+        source = one.join()
+        other = one.join()
+        one.wait(lambda: all(len((n.status() or {})["electorate"]) == 3 for n in one.nodes), "three members")
+        one.invite = founder.ask("invite")["invite"]  # names all three
+        newcomer = one.join(wait=False, SHOAL_NODE__TEST_HOLD="downloading")
+        one.wait(lambda: newcomer.holding() == "downloading", "held while downloading")
+        if how == "kill":
+            source.kill()
+        else:
+            source.signal(signal.SIGSTOP)
+        newcomer.release()
+        one.wait(lambda: bool((newcomer.status() or {}).get("member")), "the newcomer is a member")
+        one.wait_round(max(one.rounds([founder, other])) + 2, [founder, other, newcomer])
+        if how == "kill":
+            source.start("up")
+        else:
+            source.signal(signal.SIGCONT)
+        assert_together(one, one.nodes)
+
+
+def assert_together(one: Swarm, nodes: list[Node]) -> None:
+    """Members all, with the same bits from here on, and nothing that was learned is lost."""
+    one.wait(lambda: all((n.status() or {}).get("member") for n in nodes), "all are members")
+    together = max(one.rounds(nodes)) + 2
+    one.wait_round(together, nodes)
+    one.assert_same_history(from_round=together, nodes=nodes)
+    assert_book_is_exact(nodes)
