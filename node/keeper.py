@@ -8,17 +8,20 @@ journal, which cannot be written either, keeps this peer from publishing or voti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..aggregation.book import Book
+import numpy as np
+
+from ..aggregation.book import UNIT, Book
+from ..aggregation.compress import Sparse
 from ..protocol.ballot_wire import encode_commit
 from ..protocol.commit import CheckedCommit
 from .learner import Learner
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir
-from .store.journal import Journal
+from .store.journal import Journal, OwnUpdate
 from .store.metrics import append_metrics
 from .swarm.local_work import Work
 from .swarm.state import Applied, SharedState
@@ -27,6 +30,26 @@ from .swarm.updates import UpdateStore
 # Own updates stay on record, and everybody's are served, for this many rounds: a peer that was away for less catches up
 # from them alone, and a short branch can be undone exactly.
 ROUNDS_KEPT = 16
+
+
+def rebook(
+    book: Book, updates: Sequence[OwnUpdate], decoded: Callable[[OwnUpdate], Sparse | np.ndarray]
+) -> list[OwnUpdate]:
+    """Bring a checkpoint's book up to the journal: own updates that it does not know, and all that was learned with them.
+
+    Args:
+        updates: the journal's, oldest first.
+        decoded: the value that an update's payload stands for: sparse, or dense fp32 [d].
+
+    Returns the updates that were new to the book. Whether the state holds them is not decided here: they come back as owed.
+    """
+    fresh = [update for update in updates if not book.knows(update.dot)]
+    for update in fresh:
+        book.record(update.dot, decoded(update))
+    if fresh:
+        # Sums of 2^-40 units below 2^53 are exact in fp64, so this books the difference to the bit.
+        book.learn((fresh[-1].learned - book.parts()["learned"]) / UNIT)
+    return fresh
 
 
 class Keeper:
@@ -94,9 +117,12 @@ class Keeper:
         )
 
     def _settle(self, state: SharedState) -> None:
-        """Own updates older than anybody can still take back are folded into the book's baseline."""
-        dots = self._book.dots()
-        self._book.settle(dots[: max(0, len(dots) - ROUNDS_KEPT)])
+        """Own updates older than anybody can still take back are folded into the book's baseline.
+
+        Not those that the journal still holds: a restart would take them for unknown and book them twice.
+        """
+        dots, journaled = self._book.dots(), {u.dot for u in self._journal.updates}
+        self._book.settle(dot for dot in dots[: max(0, len(dots) - ROUNDS_KEPT)] if dot not in journaled)
 
     def evaluate(self, state: SharedState) -> None:
         """Held-out metrics of the shared state."""

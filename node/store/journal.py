@@ -52,6 +52,9 @@ class OwnUpdate:
         payload: the encoded update; for a dense one the fp32 vector.
         head: the origin's head after it.
         delta: fp32 [d], what the inner steps of its round came to.
+        learned: int64 [d] in 2^-40 units, all that this peer has learned in all its rounds, this one included. Rounds that
+            ended in no update are in it, and in the payload, but in no delta: a book that goes on from an older checkpoint
+            is right only with this.
     """
 
     dot: Dot
@@ -61,6 +64,7 @@ class OwnUpdate:
     payload: bytes
     head: bytes
     delta: np.ndarray
+    learned: np.ndarray
 
 
 class Journal:
@@ -257,12 +261,12 @@ def _checksum(kind: int, body: bytes) -> bytes:
 
 def _encode_update(update: OwnUpdate) -> bytes:
     peer = update.dot.peer.encode()
-    delta = update.delta.astype("<f4").tobytes()
+    arrays = update.delta.astype("<f4").tobytes() + update.learned.astype("<i8").tobytes()
     fixed = _UPDATE_FIXED.pack(
         update.dot.incarnation, update.dot.seq, update.round, update.base_lineage, update.head,
         len(peer), len(update.signed), len(update.payload),
     )  # fmt: skip
-    return fixed + peer + update.signed + update.payload + delta
+    return fixed + peer + update.signed + update.payload + arrays
 
 
 def _decode_update(body: bytes) -> OwnUpdate:
@@ -272,5 +276,8 @@ def _decode_update(body: bytes) -> OwnUpdate:
     signed = body[at + peer_size : at + peer_size + signed_size]
     at += peer_size + signed_size
     payload = body[at : at + payload_size]
-    delta = np.frombuffer(body, "<f4", offset=at + payload_size).astype(np.float32)
-    return OwnUpdate(Dot(peer, incarnation, seq), round_, base, signed, payload, head, delta)
+    at += payload_size
+    d = (len(body) - at) // 12
+    delta = np.frombuffer(body, "<f4", d, at).astype(np.float32)
+    learned = np.frombuffer(body, "<i8", d, at + 4 * d).astype(np.int64)
+    return OwnUpdate(Dot(peer, incarnation, seq), round_, base, signed, payload, head, delta, learned)

@@ -136,6 +136,7 @@ class LocalWork:
             payload, encoding = encode(residual, self._compression), Encoding.SPARSE
             own = decode(payload, residual.size, self._compression)
         headers: list[Header] = []
+        learned = self.book.parts()["learned"]
 
         def build(dot: Dot, head: bytes) -> OwnUpdate:
             wire = UpdateHeader(
@@ -158,6 +159,7 @@ class LocalWork:
                 payload=payload,
                 head=head_of(header),
                 delta=work.result.delta,
+                learned=learned,
             )
 
         dot = self._journal.say(self._identity.peer_id, build).dot

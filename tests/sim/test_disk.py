@@ -369,7 +369,14 @@ def _never(text: str) -> None:
 
 def _update(round_: int) -> Callable[[Dot, bytes], OwnUpdate]:
     return lambda dot, head: OwnUpdate(
-        dot, round_, BASE, b"signed %d" % dot.seq, b"payload" * 9, sha256(head, b"next"), np.ones(4, np.float32)
+        dot,
+        round_,
+        BASE,
+        b"signed %d" % dot.seq,
+        b"payload" * 9,
+        sha256(head, b"next"),
+        np.ones(4, np.float32),
+        np.ones(4, int),
     )
 
 

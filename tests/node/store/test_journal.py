@@ -21,13 +21,17 @@ def update(journal: Journal, round_: int, size: int = 8) -> OwnUpdate:
     dot = journal.next_dot("peer")
     return OwnUpdate(
         dot, round_, sha256(b"base"), b"signed%d" % dot.seq, b"p" * dot.seq, sha256(bytes([dot.seq])),
-        np.arange(size, dtype=np.float32) * dot.seq,
+        np.arange(size, dtype=np.float32) * dot.seq, np.arange(size) * -(2**41),
     )  # fmt: skip
 
 
 def same(a: OwnUpdate, b: OwnUpdate) -> bool:
     fields = ("dot", "round", "base_lineage", "signed", "payload", "head")
-    return all(getattr(a, f) == getattr(b, f) for f in fields) and np.array_equal(a.delta, b.delta)
+    return (
+        all(getattr(a, f) == getattr(b, f) for f in fields)
+        and np.array_equal(a.delta, b.delta)
+        and np.array_equal(a.learned, b.learned)
+    )
 
 
 def test_a_new_journal_starts_an_incarnation_above_all_known(tmp_path: Path) -> None:

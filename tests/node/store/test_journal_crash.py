@@ -126,7 +126,7 @@ class CrashingDisk(RealDisk):
 def update(dot: Dot, round_: int, variant: int) -> OwnUpdate:
     return OwnUpdate(
         dot, round_, BASE, b"signed %d %d" % (dot.seq, variant), bytes([dot.seq]) * 40,
-        sha256(b"head", bytes([dot.seq]), bytes([variant])), np.full(6, variant, np.float32),
+        sha256(b"head", bytes([dot.seq]), bytes([variant])), np.full(6, variant, np.float32), np.full(6, -variant),
     )  # fmt: skip
 
 
