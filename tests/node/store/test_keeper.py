@@ -168,30 +168,27 @@ def test_a_long_time_without_a_checkpoint_books_nothing_twice(monkeypatch: pytes
 
 
 def test_a_new_life_never_begins_between_an_updates_name_and_its_record() -> None:
-    """Two threads: one says updates, one begins new lives. Every update bears the life and the place that it was given."""
-    one = Life(MemoryDisk(), keep=2)
-    journal, stop = one.journal, threading.Event()
-    failures: list[BaseException] = []
+    """Another thread begins one while an update is being made: it comes after, and the update keeps the name it was given."""
+    disk = MemoryDisk()
+    one = Life(disk, keep=2)
+    journal, asked, first = one.journal, threading.Event(), one.journal.incarnation
 
-    def say() -> None:
-        try:
-            for _ in range(200):
-                journal.say("me", one._update(b""))
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            stop.set()
+    def begin() -> None:
+        asked.set()
+        journal.start_incarnation(now_wall=0.0)
 
-    thread = threading.Thread(target=say)
-    thread.start()
-    lives = 0
-    while not stop.is_set():
-        lives = journal.start_incarnation(now_wall=0.0)
-    thread.join()
-    assert not failures and lives > 0
-    dots = [u.dot for u in journal.updates]
-    assert len(set(dots)) == 200 and dots == sorted(dots)
-    by_life: dict[int, list[int]] = {}
-    for dot in dots:
-        by_life.setdefault(dot.incarnation, []).append(dot.seq)
-    assert all(seqs == list(range(1, len(seqs) + 1)) for seqs in by_life.values())
+    thread = threading.Thread(target=begin)
+
+    def build(dot: Dot, head: bytes) -> OwnUpdate:
+        thread.start()
+        assert asked.wait(10)
+        return one._update(b"")(dot, head)
+
+    update = journal.say("me", build)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert (update.dot.incarnation, update.dot.seq) == (first, 1)
+    assert (journal.incarnation, journal.last_seq) == (first + 1, 0)
+    assert journal.say("me", one._update(b"")).dot == Dot("me", first + 1, 1)
+    disk.mute()
+    assert [u.dot.incarnation for u in Life(disk, keep=2).journal.updates] == [first, first + 1]
