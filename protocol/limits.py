@@ -28,6 +28,11 @@ SESSIONS_MAX: Final = 4096  # ~100 B each; oldest idle one goes first
 KEEPALIVE_TIME_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
 RECONNECT_BACKOFF_SECONDS_MAX: Final = 15.0  # a partition that heals is noticed within this
+# Faults that no honest peer makes (conduct.py), by one peer in the window, before it is banned here. A flipped bit is an
+# accident, even twice. A peer that we disconnect dials again at once, so a broken one gets there within seconds; ten
+# minutes are so long that making a fault every minute is no way around it.
+FAULTS_BEFORE_BAN: Final = 8
+FAULT_WINDOW_SECONDS: Final = 600.0
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX  # one Envelope
