@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..aggregation.book import Book
+from ..aggregation.compress import Sparse
 from ..aggregation.compress import decode as decode_update
-from ..protocol.ballot_messages import Encoding, Header, parse_header
-from ..protocol.ballot_wire import decode_header
+from ..protocol.ballot_messages import Commit, Encoding, Header, parse_header
+from ..protocol.ballot_wire import decode_header, encode_commit
 from ..protocol.commit import CommitLog
 from ..protocol.deadlines import Deadlines
 from ..protocol.discovery import PeerCache, announceable
@@ -33,17 +34,18 @@ from . import learners
 from .config import Config
 from .entry import Entry
 from .host import Host, Show
-from .keeper import Keeper
-from .ring_mode import load_log, make_members, make_rounds
+from .keeper import Keeper, rebook
+from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir
-from .store.journal import Journal, JournalFull
+from .store.journal import Journal, JournalFull, OwnUpdate
 from .swarm.local_work import Work
 from .swarm.manifest import make_genesis, serve_manifest
 from .swarm.members import Members
 from .swarm.mesh import Mesh
+from .swarm.records import fetch_records
 from .swarm.rounds import Rounds
 from .swarm.shards import SHARDS, assign
 from .swarm.state import Applied, SharedState, genesis_hash
@@ -290,6 +292,8 @@ class Node:
         if self.run_.genesis is None:
             await self.entry.wait_genesis()
         self.state = await self.entry.first_state(self.learner.layout.size)
+        if self.state.round > 0:
+            await self._keep_records(await self.records(self.mesh.connected(), self.state))
         self._save_cache()
         self.run_.save()
         return None
@@ -364,7 +368,7 @@ class Node:
             await self.clock.run(lambda: self._restore(checkpoint))
         else:
             await self.clock.run(self._first_save)
-        log = load_log(self.commit_file.records, self.state, self.run_.id)
+        log = load_log(self.commit_file.records, self.state, self.run_)
         self._make_rounds(log)
         assert self.rounds is not None and self.members is not None
         self.own(self.members.run())
@@ -421,17 +425,17 @@ class Node:
             self.learner.restore(dict(checkpoint.learner))
         self._make_keeper()
         self.keeper.last_commit = checkpoint.commit
-        for update in self.journal.updates:
-            if self.book.knows(update.dot):
-                continue
+        for update in rebook(self.book, self.journal.updates, self._decoded):
             header = parse_header(Signed.FromString(update.signed))
-            self.book.learn(update.delta)
-            if header.encoding is Encoding.DENSE:
-                self.book.record(update.dot, np.frombuffer(update.payload, "<f4").astype(np.float32))
-            else:
-                self.book.record(update.dot, decode_update(update.payload, self.state.theta.size, self.compression))
+            if header.encoding is Encoding.SPARSE:
                 self.store.put(header, update.payload)
         self.say("restored", round=self.state.round, journaled=len(self.journal.updates))
+
+    def _decoded(self, update: OwnUpdate) -> Sparse | np.ndarray:
+        """What an own update's payload stands for."""
+        if parse_header(Signed.FromString(update.signed)).encoding is Encoding.DENSE:
+            return np.frombuffer(update.payload, "<f4").astype(np.float32)
+        return decode_update(update.payload, self.state.theta.size, self.compression)
 
     async def download(self, lineage: bytes | None, peers: list[str], reason: str) -> SharedState | None:
         """A state from the named peers, for a node that has fallen behind. None when nobody could give it."""
@@ -442,6 +446,18 @@ class Node:
         if commit:
             self.keeper.last_commit = commit
         return state
+
+    async def records(self, peers: list[str], state: SharedState) -> list[Commit]:
+        """The commits behind a state, oldest first, from whoever of `peers` has them; those that decode and are signed."""
+        raw = await fetch_records(self.mesh.open, peers, state.lineage, self.trouble)
+        return decode_records(raw, self.run_.id)
+
+    async def _keep_records(self, commits: list[Commit]) -> None:
+        try:
+            raw = [encode_commit(commit).SerializeToString() for commit in commits]
+            await self.clock.run(lambda: self.commit_file.replace(raw))
+        except OSError as error:
+            self.say("commit records not saved", level="warning", cause=error.strerror or str(error))
 
     async def save(self, applied: Applied | None, checked: Any, work: Work | None) -> bool:
         """Make the rounds' state durable. Whether it succeeded."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
 
 from ..aggregation.compress import max_payload_bytes
 from ..aggregation.merge import OuterNesterov, OuterOptimizer, OuterSgd
 from ..aggregation.ring import choose_exchange
+from ..protocol.ballot_messages import Commit
 from ..protocol.ballot_wire import decode_commit
-from ..protocol.commit import CommitLog, check_commit, electorate_after
+from ..protocol.commit import CommitLog
 from ..protocol.errors import PeerFault
 from ..protocol.wire_pb2 import Commit as WireCommit
 from .config import Config
@@ -17,40 +20,34 @@ from .swarm.catch_up import CatchUp
 from .swarm.dense_exchange import DenseExchange
 from .swarm.local_work import LocalWork
 from .swarm.members import Members
+from .swarm.records import serve_records
 from .swarm.ring_exchange import RingExchange
-from .swarm.rounds import Rounds, RoundSettings
+from .swarm.rounds import Rounds, RoundSettings, build_log
 from .swarm.state import MergeRules, SharedState
 
 if TYPE_CHECKING:
     from .node import Node
+    from .run import Run
 
 
-def load_log(records: Sequence[bytes], state: SharedState, run_id: bytes) -> CommitLog:
-    """The log from the records on disk that end in `state`; a record that does not fit is left out."""
+def load_log(records: Sequence[bytes], state: SharedState, run: Run) -> CommitLog:
+    """The log from serialized records (on disk, or a peer's) that end in `state`; what does not fit is left out."""
+    rules = merge_rules(run.config)
+    try:
+        return build_log(decode_records(records, run.id), state, rules, run.origin())
+    except PeerFault:
+        return build_log([], state, rules, run.origin())
+
+
+def decode_records(records: Sequence[bytes], run_id: bytes) -> list[Commit]:
+    """Those that decode and are signed, in order."""
     commits = []
     for raw in records:
         try:
             commits.append(decode_commit(WireCommit.FromString(raw), run_id))
-        except PeerFault:
+        except (PeerFault, DecodeError):
             continue
-    chain: list[Any] = []
-    wanted = state.lineage
-    for commit in reversed(commits):
-        if commit.value.lineage == wanted:
-            chain.append(commit)
-            wanted = commit.base_lineage
-    if not chain:
-        return CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
-    chain.reverse()
-    # The oldest record only says who could vote in the next one.
-    root = chain[0]
-    electorate = electorate_after(root.value)
-    log = CommitLog(root.value.lineage, root.value.round, electorate=electorate)
-    for commit in chain[1:]:
-        checked = check_commit(commit, electorate, commit.value.round, commit.base_lineage)
-        log.add(checked, sum(u.weight for u in commit.value.updates), tip=checked.lineage)
-        electorate = electorate_after(commit.value)
-    return log
+    return commits
 
 
 def merge_rules(config: Config) -> MergeRules:
@@ -121,6 +118,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
     rounds = Rounds(
         identity=node.identity,
         run_id=node.run_.id,
+        genesis=node.run_.origin(),
         clock=clock,
         settings=RoundSettings(
             target_samples=sync.target_samples,
@@ -154,6 +152,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
             post=mesh.post,
             summaries=members.summaries,
             download=node.download,
+            records=node.records,
             say=node.say,
             conflicts_seen=node.warn,
         ),
@@ -167,6 +166,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         hold=node.hold,
         started=node.started,
     )
+    mesh.serve("Records", lambda peer, stream: serve_records(stream, rounds.log, rounds.state.lineage))
     mesh.serve("Push", exchange.serve_push)
     mesh.serve("Pull", exchange.serve_pull)
     mesh.serve("Dense", dense.serve)

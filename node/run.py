@@ -17,7 +17,7 @@ from ..protocol.wire_pb2 import Signed
 from . import config as configuration
 from .config import Config
 from .store.datadir import DataDir
-from .swarm.manifest import RunInfo
+from .swarm.manifest import RunInfo, open_genesis
 
 
 class Run:
@@ -123,6 +123,12 @@ class Run:
                     todo="Point node.model_path at the same weights, the same file or revision that the founder uses.",
                     code=ExitCode.MISMATCH,
                 )
+
+    def origin(self) -> tuple[bytes, str]:
+        """Lineage of round 0, and the founder."""
+        assert self.genesis is not None
+        genesis = open_genesis(self.genesis, self.id)
+        return genesis.lineage, genesis.founder
 
     def admissible(self, peer: str) -> bool:
         """Whose signed words may enter the member table."""

@@ -362,8 +362,9 @@ class Ballot(Convening):
                 self._send(tuple(p for p in live if p not in joined), self._convene("waiting for joins"))
             case Phase.EXCHANGING:
                 assert self.roster is not None
-                unheard = tuple(p for p in live if p in self.roster.peers and p not in self._holdings)
-                self._send(unheard, self.roster)
+                # Also who reported less than all: it may have gone on to a later attempt, and then says so.
+                missing = still_missing(self.roster, self._holdings, self.roster.peers, self._dead)
+                self._send(tuple(p for p in live if p in missing), self.roster)
             case _:
                 assert self.roster is not None
                 silent = tuple(p for p in live if p not in self._votes)

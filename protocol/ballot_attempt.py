@@ -153,6 +153,17 @@ class Attempts:
             self._enter(
                 max(ahead.values()), f"{len(ahead)} ahead, {len(able)} of {len(self.electorate)} left: no majority"
             )
+        elif self._lacks_sum_of(ahead):
+            self._enter(max(ahead.values()), "a member has left the dense exchange and taken its partial sums along")
+
+    def _lacks_sum_of(self, gone: Collection[str]) -> bool:
+        """Whether the dense exchange under way needs one of these peers still: partial sums cannot be repaired."""
+        roster = self.roster
+        if roster is None or roster.exchange is not Exchange.RING_DENSE or self._chunks:
+            return False
+        return self.phase is Phase.EXCHANGING and not roster.headers.keys().isdisjoint(
+            h for h, header in roster.headers.items() if header.dot.peer in gone
+        )
 
     def _ahead(self) -> dict[str, int]:
         """Live members that have promised a higher attempt."""

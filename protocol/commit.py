@@ -86,7 +86,7 @@ class CommitLog:
         electorate: Collection[str] = (),
         kept: int = limits.COMMIT_RECORDS_KEPT,
     ) -> None:
-        """`root`: lineage of the state at `root_round`, with its cumulative weight and who may vote after it. `kept`: rounds."""
+        """`root`: lineage of the state at `root_round`, its cumulative weight, who may vote after it. `kept`: rounds."""
         self.kept = kept
         self.root_electorate = frozenset(electorate)
         self._root = (root, root_round, root_weight)

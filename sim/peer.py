@@ -171,7 +171,7 @@ class Peer:
     def _host(self) -> Host:
         return Host(
             clock=self.clock,
-            disk=self.disk,
+            disk=self.disk.mount(),
             random_bytes=self.rng.randbytes,
             transport=lambda identity: SimTransport(self._sim.network, self.host, identity),
             identity=self._identity,

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 0.25
 # One request to one peer, and the time its answer may take before the next is asked.
 ASK_SECONDS = 1.0
-# For the commit records behind a downloaded state; a peer without them counts its own updates by their order alone.
-CHAIN_SECONDS = 10.0
 # A newcomer to a round that others have decided does not train on an old state; but nor does it wait for ever for news.
 SETTLE_SECONDS = 5.0
 # More rounds behind than this: downloading the state is cheaper than fetching every round's updates.
@@ -55,6 +53,7 @@ class CatchUp:
         post: Callable[[str, Envelope], None],
         summaries: Callable[[], dict[str, Summary]],
         download: Download,
+        records: Callable[[list[str], SharedState], Awaitable[list[Commit]]],
         say: Callable[..., None],
         conflicts_seen: Callable[[str], None],
     ) -> None:
@@ -62,12 +61,13 @@ class CatchUp:
         Args:
             summaries: latest summary of every live peer, itself not among them.
             download: gets a state, of a named lineage or the newest, from the named peers.
+            records: gets the commits behind a state from one of the named peers, decoded and in order, oldest first.
             conflicts_seen: counts and logs a conflict that a rule resolved.
         """
         self._clock = clock
         self._post = post
         self._summaries = summaries
-        self._download = download
+        self._download, self._records = download, records
         self._say = say
         self._conflict = conflicts_seen
         self._rounds: Rounds | None = None
@@ -135,15 +135,20 @@ class CatchUp:
         if (known := rounds.log.get(commit.value.lineage)) is not None:
             self._note_heard(rounds, peer, known.lineage)
             return
-        base = commit.base_lineage
-        if not rounds.log.knows(base):
+        if not rounds.log.knows(commit.base_lineage):
             return  # we ask further back
+        self._keep(rounds, commit)
+        self._note_heard(rounds, peer, commit.value.lineage)
+
+    @staticmethod
+    def _keep(rounds: Rounds, commit: Commit) -> None:
+        """Check a commit that stands on a known one, and keep it. Raises PeerFault."""
+        base = commit.base_lineage
         record = rounds.log.get(base)
         electorate = electorate_after(record.checked.value) if record else rounds.log.root_electorate
         checked = check_commit(commit, electorate, commit.round, base)
         weight = sum(weights_of(checked.value, rounds.settings.rules).values())
         rounds.log.add(checked, weight, tip=rounds.state.lineage)
-        self._note_heard(rounds, peer, checked.lineage)
 
     def _note_heard(self, rounds: Rounds, peer: str, lineage: bytes) -> None:
         """The next question to this peer starts where its last answer ended."""
@@ -181,7 +186,9 @@ class CatchUp:
             return
         chain: list[CommitRecord] = list(rounds.log.chain(rounds.state.lineage))
         back = BACKWARD[step % len(BACKWARD)]
-        if back > len(chain):
+        if back > len(chain) and step > 0 and BACKWARD[(step - 1) % len(BACKWARD)] < len(chain):
+            back = len(chain)  # the root itself, before beginning anew
+        elif back > len(chain):
             step, back = 0, 0
             if chain and len(chain) >= limits.COMMIT_RECORDS_KEPT - 1:
                 raise ShoalError(
@@ -220,13 +227,16 @@ class CatchUp:
 
     # ------------------------------------------------------------------------------------------------ download
 
-    async def _learn_chain(self, rounds: Rounds, lineage: bytes, holders: list[str]) -> None:
-        """The commits between our state and a downloaded one: they say which of our own updates it holds."""
-        deadline = self._clock.now() + CHAIN_SECONDS
-        while not rounds.log.knows(lineage) and self._clock.now() < deadline:
-            for peer in holders:
-                self._ask(rounds, peer)
-            await self._clock.sleep(WATCH_SECONDS)
+    async def _learn_chain(self, rounds: Rounds, state: SharedState, holders: list[str]) -> None:
+        """The commits behind a downloaded state: they say which of our own updates it holds."""
+        if rounds.log.knows(state.lineage):
+            return
+        chain = await self._records(holders, state)
+        for commit in chain:
+            if rounds.log.knows(commit.base_lineage) and not rounds.log.knows(commit.value.lineage):
+                self._keep(rounds, commit)
+        if not rounds.log.knows(state.lineage) and chain:
+            rounds.start_log(chain, state)
 
     async def download(
         self, rounds: Rounds, reason: str, lineage: bytes | None = None, *, fork: bytes | None = None
@@ -239,7 +249,7 @@ class CatchUp:
         state = await self._download(None, holders, reason)
         if state is None:
             return
-        await self._learn_chain(rounds, state.lineage, holders)
+        await self._learn_chain(rounds, state, holders)
         if state.round < rounds.state.round and fork is None:
             self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
             return

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...protocol import ballot as b
 from ...protocol import ballot_wire
 from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
 from ...protocol.ballot_rules import choose_exchange
-from ...protocol.commit import CheckedCommit, CommitLog, check_commit
+from ...protocol.commit import CheckedCommit, CommitLog, check_commit, electorate_after
 from ...protocol.deadlines import Deadlines
 from ...protocol.identity import Identity
 from ...protocol.transport import Clock
@@ -76,6 +76,7 @@ class Rounds:
         *,
         identity: Identity,
         run_id: bytes,
+        genesis: tuple[bytes, str],
         clock: Clock,
         settings: RoundSettings,
         state: SharedState,
@@ -99,6 +100,7 @@ class Rounds:
     ) -> None:
         """
         Args:
+            genesis: lineage of round 0, and the founder.
             save: makes a new state durable (or, with None, the present one with what is booked), records metrics, and
                 says whether it succeeded.
             hold: test-only: waits while a test holds this peer in the named phase of the named round.
@@ -106,7 +108,7 @@ class Rounds:
         """
         self.me = identity.peer_id
         self._identity = identity
-        self._run_id = run_id
+        self._run_id, self._genesis = run_id, genesis
         self._clock = clock
         self.settings = settings
         self.state = state
@@ -567,10 +569,19 @@ class Rounds:
         if not self.log.knows(state.lineage):
             if fork is None:
                 self._take_for_adopted(state)
-            self.log = CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
+            self.log = build_log([], state, self.settings.rules, self._genesis)
         self.state = state
         self._say("state downloaded", round=state.round, state_hash=state.hash.hex()[:16], reason=reason)
         self._replaced.set()
+
+    def start_log(self, chain: list[Commit], state: SharedState) -> None:
+        """A log of its own for a state whose chain does not reach ours; what it says of own updates counts at once."""
+        book = self._work.book
+        for commit in chain:
+            for update in commit.value.updates:
+                if update.dot.peer == self.me and book.knows(update.dot):
+                    book.adopt(update.dot)
+        self.log = build_log(chain, state, self.settings.rules, self._genesis)
 
     def _take_for_adopted(self, state: SharedState) -> None:
         """The commits behind a downloaded state are not to be had: which own updates it holds is known only up to their
@@ -594,6 +605,40 @@ class Rounds:
             self._say("committed updates are missing", level="warning", missing=len(missing), attempt=attempt)
             await self._clock.sleep(FETCH_RETRY_SECONDS)
         return None
+
+
+def build_log(
+    commits: Sequence[Commit], state: SharedState, rules: MergeRules, genesis: tuple[bytes, str]
+) -> CommitLog:
+    """The log of the commits, oldest first, that form the chain which ends in `state`; others are left out.
+
+    Args:
+        genesis: lineage of round 0, and the founder, who alone could vote after it.
+
+    Raises PeerFault for a chain whose votes are wrong.
+    """
+    chain: list[Commit] = []
+    wanted = state.lineage
+    for commit in reversed(commits):
+        if commit.value.lineage == wanted:
+            chain.append(commit)
+            wanted = commit.base_lineage
+    if not chain:
+        return CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
+    chain.reverse()
+    lineage, founder = genesis
+    if chain[0].base_lineage == lineage:
+        electorate, rest = frozenset({founder}), chain
+        log = CommitLog(lineage, 0, electorate=electorate)
+    else:  # of a log that was cut: its oldest record only says who could vote in the next one
+        root, *rest = chain
+        electorate = electorate_after(root.value)
+        log = CommitLog(root.value.lineage, root.value.round, electorate=electorate)
+    for commit in rest:
+        checked = check_commit(commit, electorate, commit.value.round, commit.base_lineage)
+        log.add(checked, sum(weights_of(commit.value, rules).values()), tip=checked.lineage)
+        electorate = electorate_after(commit.value)
+    return log
 
 
 def transfer_of(roster: Roster) -> Transfer:

@@ -133,7 +133,7 @@ def test_a_planted_bug_is_caught(monkeypatch, plant, seed):
             check(tried)
 
 
-@pytest.mark.parametrize(("plant", "seed"), [(forget_votes_in_joins, 80), (half_is_a_majority, 0)])
+@pytest.mark.parametrize(("plant", "seed"), [(forget_votes_in_joins, 1190), (half_is_a_majority, 0)])
 def test_a_planted_bug_shows_in_what_is_decided(monkeypatch, plant, seed):
     """Without watching the rules: two decisions for one round, or one without a majority."""
     plant(monkeypatch)
