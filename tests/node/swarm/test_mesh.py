@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from shoal.node.swarm import accepting as accepting_module
 from shoal.node.swarm import link as link_module
+from shoal.node.swarm import links as links_module
 from shoal.node.swarm import mesh as mesh_module
 from shoal.node.swarm.link import Breaker, Link, SessionStream, Traffic
 from shoal.node.swarm.mesh import Mesh
@@ -225,9 +227,9 @@ def test_too_large_too_old_and_unsendable_messages(monkeypatch: pytest.MonkeyPat
         a.mesh.post(b.id, Envelope(convene=Convene(reason="x" * limits.MESSAGE_BYTES_MAX)))
         monkeypatch.setattr(mesh_module, "STALE_SECONDS", -1.0)
         a.say(b, "stale")
-        await until(lambda: not a.mesh._links[b.id].queue)
+        await until(lambda: not a.mesh._links.peers[b.id].queue)
         monkeypatch.undo()
-        monkeypatch.setattr(mesh_module, "LINKS_MAX", 1)
+        monkeypatch.setattr(links_module, "LINKS_MAX", 1)
         a.say("nobody", "no room: the one link is in use")
         a.say(b, "fresh")
         await b.hears("fresh")
@@ -240,11 +242,11 @@ def test_too_large_too_old_and_unsendable_messages(monkeypatch: pytest.MonkeyPat
 
 def test_idle_links_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        monkeypatch.setattr(mesh_module, "LINKS_MAX", 2)
+        monkeypatch.setattr(links_module, "LINKS_MAX", 2)
         a = await node(1, listen=False)
         for n in range(5):
             a.mesh.news(f"peer{n}", ["a:1"])
-        assert list(a.mesh._links) == ["peer3", "peer4"]
+        assert list(a.mesh._links.peers) == ["peer3", "peer4"]
 
     run(test)
 
@@ -261,11 +263,11 @@ def test_a_dead_peer_opens_the_breaker_and_news_closes_it() -> None:
         with pytest.raises(DialError):
             await a.mesh.open(b.id, "Push")
         assert dead in a.mesh.last_error(b.id)
-        a.mesh._links[b.id].breaker.retry_at += 1000
+        a.mesh._links.peers[b.id].breaker.retry_at += 1000
         with pytest.raises(DialError, match="waiting after 1 failures"):
             await a.mesh.open(b.id, "Push")
         a.say(b, "lost")
-        await until(lambda: not a.mesh._links[b.id].queue)
+        await until(lambda: not a.mesh._links.peers[b.id].queue)
         again = await node(2, port=b.port)
         a.mesh.news(b.id, [again.address])
         a.say(b, "found")
@@ -338,7 +340,7 @@ def test_a_peer_that_closes_every_connection() -> None:
         async def closed(peer: str, method: str, timeout_s: float) -> None:
             return None
 
-        a.mesh._open = closed  # type: ignore[method-assign]
+        a.mesh._dialing._open = closed  # type: ignore[method-assign]
         with pytest.raises(StreamClosed, match="closes every connection"):
             await a.mesh.open(b.id, "Push")
 
@@ -425,7 +427,7 @@ def test_a_second_live_process_with_one_identity_is_refused() -> None:
                 await twin.mesh.connect(b.address, b.id)
             assert caught.value.reason == Refusal.IDENTITY_IN_USE and caught.value.permanent
             assert first.address in caught.value.values
-            b.mesh._sessions.revoke(first.id)
+            b.mesh._links.sessions.revoke(first.id)
         # the twin itself is refused by its double, too
         with pytest.raises(Refused) as caught:
             await twin.mesh.connect(first.address, first.id)
@@ -443,13 +445,13 @@ def test_a_twin_of_a_process_that_cannot_be_dialed_waits_for_its_end() -> None:
     async def test() -> None:
         b, first = await node(2), await node(1, listen=False)
         await first.mesh.connect(b.address, b.id)
-        await until(lambda: b.mesh._links[first.id].accepted)
+        await until(lambda: b.mesh._links.peers[first.id].accepted)
         twin = await node(1, listen=False)
         with pytest.raises(Refused) as caught:
             await twin.mesh.connect(b.address, b.id)
         assert caught.value.reason == Refusal.BUSY and not caught.value.permanent
         await first.mesh.close()
-        await until(lambda: not b.mesh._links[first.id].accepted)
+        await until(lambda: not b.mesh._links.peers[first.id].accepted)
         await twin.mesh.connect(b.address, b.id)
 
     run(test)
@@ -461,11 +463,11 @@ def test_a_restart_at_the_old_address_does_not_wait_for_keepalive() -> None:
     async def test() -> None:
         b, first = await node(2), await node(1)
         await first.mesh.connect(b.address, b.id)
-        await until(lambda: b.mesh._links[first.id].accepted)
-        (ghost,) = b.mesh._links[first.id].accepted
+        await until(lambda: b.mesh._links.peers[first.id].accepted)
+        (ghost,) = b.mesh._links.peers[first.id].accepted
         await first.mesh.close()
         again = await node(1, port=first.port)
-        b.mesh._links[first.id].accepted.append(ghost)
+        b.mesh._links.peers[first.id].accepted.append(ghost)
         await again.mesh.connect(b.address, b.id)
         assert not ghost.live
         b.say(again, "hello")
@@ -477,16 +479,16 @@ def test_a_restart_at_the_old_address_does_not_wait_for_keepalive() -> None:
 def test_too_many_handshakes_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         a, b = await node(1), await node(2)
-        monkeypatch.setattr(mesh_module, "HANDSHAKES_PER_HOST_MAX", 2)
+        monkeypatch.setattr(accepting_module, "HANDSHAKES_PER_HOST_MAX", 2)
         connection = await a.transport.dial(b.address, b.id, timeout_s=S)
         held = [await connection.open("Handshake", b"", timeout_s=S) for _ in range(2)]
-        await until(lambda: sum(b.mesh._handshakes.values()) == 2)
+        await until(lambda: sum(b.mesh._accepting._handshakes.values()) == 2)
         refused = await connection.open("Handshake", b"", timeout_s=S)
         with pytest.raises(StreamClosed, match="busy"):
             await refused.recv(S)
         for stream in held:
             stream.cancel("done")
-        await until(lambda: not b.mesh._handshakes)
+        await until(lambda: not b.mesh._accepting._handshakes)
         await a.mesh.connect(b.address, b.id)
 
     run(test)
@@ -508,7 +510,7 @@ def test_a_busy_answer_is_a_refusal_that_is_not_permanent() -> None:
             def cancel(self, reason: str) -> None: ...
 
         with pytest.raises(Refused) as caught:
-            await a.mesh._greet(Busy())  # type: ignore[arg-type]
+            await a.mesh._dialing._greet(Busy())  # type: ignore[arg-type]
         assert caught.value.reason == Refusal.BUSY and not caught.value.permanent
 
     run(test)
@@ -538,11 +540,54 @@ def test_faults_are_counted_charged_and_end_what_no_honest_peer_sends() -> None:
     run(test)
 
 
+def test_a_peer_that_goes_on_with_what_no_honest_peer_sends_is_banned_here() -> None:
+    """Not for what it may have run into because of others, nor one that we have no link with."""
+
+    async def test() -> None:
+        a, b = await node(1), await node(2)
+        await a.mesh.connect(b.address, b.id)
+        await until(lambda: b.mesh.connected() == [a.id])
+        for _ in range(3 * limits.FAULTS_BEFORE_BAN):
+            b.mesh.fault(a.id, PeerFault("bad_chunk", "a sum"))
+            b.mesh.fault("unknown", PeerFault("bad_payload", "x"))
+            b.mesh.fault(links_module.STRANGER, PeerFault("bad_payload", "x"))
+        for n in range(limits.FAULTS_BEFORE_BAN - 1):
+            b.mesh.fault(a.id, PeerFault("bad_payload", f"number {n}"))
+        assert b.mesh.connected() == [a.id] and not b.me.bans.entries
+        b.mesh.fault(a.id, PeerFault("bad_message", "the last"))
+        reason, evidence = b.me.bans.entries[a.id]
+        assert "bad_message, bad_payload" in reason and b"number 0" in evidence and b"the last" in evidence
+        assert list(b.me.bans.entries) == [a.id] and not a.me.bans.entries
+        await until(lambda: not a.mesh.connected() and not b.mesh.connected())
+        with pytest.raises(Refused) as caught:
+            await a.mesh.connect(b.address, b.id)
+        assert caught.value.reason == Refusal.BANNED
+        b.mesh.fault(a.id, PeerFault("bad_payload", "late"))  # already banned: nothing new
+        assert b.me.bans.entries[a.id] == (reason, evidence)
+
+    run(test)
+
+
+def test_where_no_ban_fits_any_more_the_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        a, b = await node(1), await node(2)
+        await a.mesh.connect(b.address, b.id)
+        await until(lambda: b.mesh.connected() == [a.id])
+        b.me.bans.add("somebody", "x")
+        monkeypatch.setattr(limits, "MEMBERS_MAX", 1)
+        for _ in range(limits.FAULTS_BEFORE_BAN):
+            b.mesh.fault(a.id, PeerFault("bad_payload", "x"))
+        assert list(b.me.bans.entries) == ["somebody"]
+        await until(lambda: not b.mesh.connected() and not a.mesh.connected())
+
+    run(test)
+
+
 def test_bytes_that_are_no_message_disconnect() -> None:
     async def test() -> None:
         a, b = await node(1), await node(2)
         await a.mesh.connect(b.address, b.id)
-        control = a.mesh._links[b.id].control
+        control = a.mesh._links.peers[b.id].control
         assert control is not None
         await control.send(b"\xff\xff\xff")
         await until(lambda: b.mesh.traffic.faults["bad_envelope"] == 1 and not a.mesh.connected())
@@ -577,7 +622,7 @@ def test_faults_of_bulk_streams_and_of_strangers() -> None:
             await stream.send(b"nonsense")
             with pytest.raises(StreamClosed):
                 await stream.recv(S)
-        assert dict(b.mesh.traffic.charged) == {a.id: 1, mesh_module.STRANGER: 3}
+        assert dict(b.mesh.traffic.charged) == {a.id: 1, links_module.STRANGER: 3}
 
     run(test)
 
@@ -624,7 +669,7 @@ def test_a_silent_handshake_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         stream = await connection.open("Handshake", b"", timeout_s=S)
         with pytest.raises(StreamClosed):
             await stream.recv(S)
-        assert not b.mesh._handshakes
+        assert not b.mesh._accepting._handshakes
 
     run(test)
 
@@ -656,7 +701,7 @@ def test_a_ban_ends_everything_at_once() -> None:
         with pytest.raises(DialError, match="banned"):
             await b.mesh.connect(a.address, a.id)
         b.say(a, "never")
-        await until(lambda: not b.mesh._links[a.id].queue)
+        await until(lambda: not b.mesh._links.peers[a.id].queue)
         assert b.mesh.ban("somebody unknown", "x")
         assert a.heard == []
 
@@ -677,12 +722,12 @@ def test_a_revoked_session_ends_at_the_next_frame() -> None:
         stream = await a.mesh.open(b.id, "Push", S)
         await stream.send(b"1")
         await until(lambda: read == [b"1"])
-        b.mesh._sessions.revoke(a.id)
+        b.mesh._links.sessions.revoke(a.id)
         await stream.send(b"2")
         with pytest.raises(StreamClosed):
             await stream.recv(S)
         assert read == [b"1"]
-        b_link = b.mesh._links[a.id]
+        b_link = b.mesh._links.peers[a.id]
         with pytest.raises(StreamClosed, match="session ended"):
             await b_link.accepted[0].send(b"x")
 
@@ -705,7 +750,7 @@ def test_nothing_of_a_stranger_is_read() -> None:
                         await stream.send(bytes(limits.FRAME_BYTES_MAX))
         assert b.transport.received_bytes == 0 and b.mesh.connected() == []
         await b.mesh.close()
-        assert b.mesh._gate(None) == "closing"  # type: ignore[arg-type]
+        assert b.mesh._accepting.gate(None) == "closing"  # type: ignore[arg-type]
 
     run(test)
 
