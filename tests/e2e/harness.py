@@ -42,6 +42,38 @@ mode = "{admission}"
 preset = "local"
 """
 
+LANGUAGE_MODEL = """
+[run]
+name = "e2e"
+learner = "grpo"
+seed = 3
+compression = "short"
+[run.model.tiny]
+hidden = 32
+layers = 2
+heads = 2
+mlp = 64
+[run.task]
+options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+eval_size = 4
+[run.grpo]
+num_generations = 8
+prompts_per_step = 8
+max_completion_length = 3
+[run.warmup]
+steps = 120
+seconds_max = 20.0
+learning_rate = 3e-3
+[run.sync]
+target_samples = {target_samples}
+round_seconds_max = {round_seconds}
+rounds_max = {rounds}
+[run.admission]
+mode = "{admission}"
+[run.membership]
+preset = "local"
+"""
+
 
 class Node:
     """One `shoal` daemon in its own process and data directory."""
@@ -130,7 +162,7 @@ class Node:
 class Swarm:
     """Nodes of one run."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, template: str = QUADRATIC, **settings: Any) -> None:
         self.directory = directory
         defaults = {
             "dimension": 64,
@@ -142,7 +174,7 @@ class Swarm:
             "compression": "short",
         }
         self.config = directory / "run.toml"
-        self.config.write_text(QUADRATIC.format(**{**defaults, **settings}))
+        self.config.write_text(template.format(**{**defaults, **settings}))
         self.nodes: list[Node] = []
         self.invite = ""
 
@@ -218,9 +250,9 @@ class Swarm:
 
 
 @contextmanager
-def swarm(directory: Path, **settings: Any) -> Iterator[Swarm]:
+def swarm(directory: Path, template: str = QUADRATIC, **settings: Any) -> Iterator[Swarm]:
     """A swarm whose processes end with the block, however it ends."""
-    one = Swarm(directory, **settings)
+    one = Swarm(directory, template, **settings)
     try:
         yield one
     finally:

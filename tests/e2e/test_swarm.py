@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Node, Swarm, swarm
+from shoal.node.store.metrics import read_metrics
+
+from .harness import LANGUAGE_MODEL, Node, Swarm, swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -147,16 +149,10 @@ def test_two_peers_part_and_heal(tmp_path: Path) -> None:
         one.wait_round(goal)
         status = one.nodes[0].status()
         assert status is not None
-        histories = [{r["round"]: r["state_hash"] for r in _records(n)} for n in one.nodes]
+        histories = [{r["round"]: r["state_hash"] for r in read_metrics(n.data_dir)} for n in one.nodes]
         later = [r for r in histories[0].keys() & histories[1].keys() if r >= goal]
         assert later and all(histories[0][r] == histories[1][r] for r in later)
         assert_book_is_exact(one.nodes)
-
-
-def _records(node: Node) -> list[dict[str, object]]:
-    from shoal.node.store.metrics import read_metrics
-
-    return read_metrics(node.data_dir)
 
 
 STATE = {"dimension": 1_000_000}  # a state of four chunks
@@ -208,6 +204,30 @@ def test_a_source_dies_while_a_newcomer_downloads_from_it(tmp_path: Path, how: s
         else:
             source.signal(signal.SIGCONT)
         assert_together(one, one.nodes)
+
+
+@pytest.mark.slow
+def test_a_language_model_killed_in_an_exchange_comes_back_with_what_it_learned(tmp_path: Path) -> None:
+    """As with the stand-in, but with rollouts, rewards and AdamW behind every update."""
+    with swarm(tmp_path, LANGUAGE_MODEL, target_samples=192) as one:
+        one.found()
+        one.join()
+        victim = one.join(SHOAL_NODE__TEST_HOLD="exchanging")
+        survivors = one.nodes[:2]
+        one.wait(lambda: victim.holding() == "exchanging", "held in an exchange", timeout_s=90)
+        before = max(one.rounds(survivors))
+        victim.kill()
+        one.wait_round(before + 3, survivors)
+        victim.release()
+        victim.start("up")
+        one.wait(lambda: bool((victim.status() or {}).get("ready")), "the victim is ready")
+        assert_together(one, one.nodes)
+        one.wait(lambda: (victim.status() or {}).get("seq", 0) >= 2, "the victim publishes again, under a new dot")
+        records = [r for r in read_metrics(survivors[0].data_dir) if r["round"] > before]
+        assert any("reward" in r for r in records) and max(r["updates"] for r in records) >= 2
+        assert not any(r["void"] for r in records)
+        faults = [(n.status() or {})["faults"] for n in one.nodes]
+        assert all(f.keys() <= {"state_moved_on"} for f in faults), faults
 
 
 def assert_together(one: Swarm, nodes: list[Node]) -> None:
