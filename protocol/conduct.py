@@ -1,6 +1,6 @@
 """When repeated faults become a ban. Pure: it is told the time.
 
-A fault alone ends a stream or a connection (node/swarm/mesh.py). Some kinds no honest peer makes, whatever others sent to
+A fault alone ends a stream or a connection (node/swarm/links.py). Some kinds no honest peer makes, whatever others sent to
 it, because everybody checks before passing on; a peer that makes many of those within a window is broken or hostile, and
 every connection of it costs work. The ban that follows is a local opinion: others believe proofs alone, and such a count
 proves nothing to them.
