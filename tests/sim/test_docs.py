@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 
 from shoal.sim.byzantine import KINDS
-from shoal.sim.scenario import AnyFault, Expect, LinkTable, PeersTable, Scenario
+from shoal.sim.fault_tables import AnyFault
+from shoal.sim.scenario import Expect, LinkTable, PeersTable, Scenario
 from shoal.sim.scenario_file import library, parse_scenario
 
 pytest_plugins = ["pytester"]
