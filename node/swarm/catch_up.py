@@ -8,7 +8,9 @@ back, until the two chains meet. Every record is checked against the electorate 
     downloaded when the gap is large or the updates are gone;
   * theirs forks from ours: the rule of `CommitLog.resolve_conflict` decides, the same on both sides; the losers download
     the winner's state, and their own lost work flows back damped;
-  * the fork is older than all records: the node stops and says what a person has to decide.
+  * the fork is older than all records: nothing is adopted. Whoever shows such a lineage, or one that nobody has records of,
+    is reported once and not waited for; one peer can show anything. When it is more than half of our electorate, the node
+    stops and says what a person has to decide.
 
 Does not cover: the download itself (state_sync.py).
 """
@@ -39,6 +41,9 @@ SETTLE_SECONDS = 5.0
 REPLAY_ROUNDS_MAX = 16
 # Steps back along our own chain in search of the common record.
 BACKWARD = (0, 1, 2, 4, 8, 16, 31, 62, 124, 248, 496, 992)
+# So many questions in a row without one new record, and a peer counts as having no commit in common with us. Twice the way
+# back: a request or an answer may be lost.
+VAIN_MAX = 2 * len(BACKWARD)
 
 Download = Callable[[bytes | None, list[str], str], Awaitable[SharedState | None]]
 
@@ -73,6 +78,8 @@ class CatchUp:
         self._rounds: Rounds | None = None
         self._asked: dict[str, tuple[float, int]] = {}  # peer → (when, which step back)
         self._heard: dict[str, bytes] = {}  # peer → newest record on its chain that it gave us
+        self._vain: dict[str, int] = {}  # peer → questions since it last gave us a record that we lacked
+        self._apart: set[str] = set()  # peers whose lineage has no commit in common with ours on record
         self._lost: set[bytes] = set()  # lineages that lost against ours
 
     # ------------------------------------------------------------------------------------------------ readers
@@ -94,9 +101,9 @@ class CatchUp:
         }
 
     async def settled(self) -> None:
-        """Wait until nobody is ahead, at most SETTLE_SECONDS."""
+        """Wait until nobody is ahead, at most SETTLE_SECONDS. Who shows what leads nowhere is not waited for."""
         deadline = self._clock.now() + SETTLE_SECONDS
-        while self.behind() and self._clock.now() < deadline:
+        while self.behind().keys() - self._apart and self._clock.now() < deadline:
             await self._clock.sleep(WATCH_SECONDS)
 
     def next_commit(self, lineage: bytes):
@@ -157,6 +164,7 @@ class CatchUp:
         if now is not None and (before is None or now.round > before.round):
             self._heard[peer] = lineage
             self._asked.pop(peer, None)
+            self._vain.pop(peer, None)
 
     # ------------------------------------------------------------------------------------------------ the watch
 
@@ -165,20 +173,27 @@ class CatchUp:
         self.attach(rounds)
         while True:
             await self._clock.sleep(WATCH_SECONDS)
-            for peer, summary in sorted(self.behind().items()):
+            behind = self.behind()
+            self._apart &= behind.keys()
+            for gone in self._vain.keys() - behind.keys():
+                del self._vain[gone]
+            for peer, summary in sorted(behind.items()):
                 if rounds.log.knows(summary.lineage):
                     await self._compare(rounds, peer, summary)
                 else:
-                    self._ask(rounds, peer)
+                    self._ask(rounds, peer, summary)
 
     def attach(self, rounds: Rounds) -> None:
         self._rounds = rounds
 
-    def _ask(self, rounds: Rounds, peer: str) -> None:
+    def _ask(self, rounds: Rounds, peer: str, summary: Summary) -> None:
         now = self._clock.now()
         when, step = self._asked.get(peer, (-ASK_SECONDS, 0))
         if now - when < ASK_SECONDS:
             return
+        vain = self._vain[peer] = self._vain.get(peer, 0) + 1
+        if vain > VAIN_MAX:
+            self._no_common_commit(rounds, peer, summary)
         heard = self._heard.get(peer)
         if heard is not None and step == 0 and rounds.log.knows(heard):
             self._post(peer, Envelope(commit_request=CommitRequest(lineage=heard)))
@@ -190,19 +205,31 @@ class CatchUp:
             back = len(chain)  # the root itself, before beginning anew
         elif back > len(chain):
             step, back = 0, 0
-            if chain and len(chain) >= limits.COMMIT_RECORDS_KEPT - 1:
-                raise ShoalError(
-                    "This peer and the swarm are on different branches and no common commit is on record",
-                    values=f"mine round {rounds.state.round} {rounds.state.lineage.hex()[:16]}, "
-                    f"{peer} another; records kept for {limits.COMMIT_RECORDS_KEPT} rounds",
-                    todo="Decide which branch stands: keep this one with `shoal up` away from the others, or join theirs "
-                    "with a new data directory.",
-                    code=ExitCode.DIVERGED,
-                )
         lineage = rounds.state.lineage if back == 0 else chain[back - 1].base_lineage
         request = CommitRequest(after_round=max(0, rounds.state.round - back), lineage=lineage)
         self._post(peer, Envelope(commit_request=request))
         self._asked[peer] = (now, step + 1)
+
+    def _no_common_commit(self, rounds: Rounds, peer: str, summary: Summary) -> None:
+        """Note who shows a lineage that cannot be compared. Raises ShoalError(DIVERGED) when most of us do."""
+        mine = f"mine round {rounds.state.round} {rounds.state.lineage.hex()[:16]}"
+        theirs = f"{peer[-6:]} round {summary.round} {summary.lineage.hex()[:16]}"
+        if peer not in self._apart:
+            self._apart.add(peer)
+            self._conflict(f"CONCURRENT versions: {mine}, {theirs}: no common commit is on record, nothing is adopted")
+        members = set(rounds.state.electorate)
+        apart = members & self._apart
+        # A log that still reaches back to where it began says only that they have not answered (yet).
+        full = sum(1 for _ in rounds.log.chain(rounds.state.lineage)) >= rounds.log.kept - 1
+        if full and 2 * len(apart) > len(members):
+            raise ShoalError(
+                "This peer and the swarm are on different branches and no common commit is on record",
+                values=f"{mine}, {theirs}; so do {len(apart)} of {len(members)} members; records are kept for "
+                f"{rounds.log.kept} rounds",
+                todo="Decide which branch stands: keep this one with `shoal up` away from the others, or join theirs "
+                "with a new data directory.",
+                code=ExitCode.DIVERGED,
+            )
 
     async def _compare(self, rounds: Rounds, peer: str, summary: Summary) -> None:
         """Their tip is on record: go there, or resolve the fork."""
@@ -216,6 +243,8 @@ class CatchUp:
         if rounds.log.is_ancestor(theirs, mine):
             return
         resolution = rounds.log.resolve_conflict(mine, theirs)
+        if resolution.winner is Winner.UNDECIDABLE:
+            return self._no_common_commit(rounds, peer, summary)
         self._conflict(
             f"CONCURRENT versions: mine round {rounds.state.round} {mine.hex()[:16]}, "
             f"{peer[-6:]} round {summary.round} {theirs.hex()[:16]}: {resolution.winner.value} stands, {resolution.reason}"
@@ -227,11 +256,8 @@ class CatchUp:
 
     # ------------------------------------------------------------------------------------------------ download
 
-    async def _learn_chain(self, rounds: Rounds, state: SharedState, holders: list[str]) -> None:
+    def _learn(self, rounds: Rounds, state: SharedState, chain: list[Commit]) -> None:
         """The commits behind a downloaded state: they say which of our own updates it holds."""
-        if rounds.log.knows(state.lineage):
-            return
-        chain = await self._records(holders, state)
         for commit in chain:
             if rounds.log.knows(commit.base_lineage) and not rounds.log.knows(commit.value.lineage):
                 self._keep(rounds, commit)
@@ -249,8 +275,10 @@ class CatchUp:
         state = await self._download(None, holders, reason)
         if state is None:
             return
-        await self._learn_chain(rounds, state, holders)
+        chain = [] if rounds.log.knows(state.lineage) else await self._records(holders, state)
+        # From here on nothing is awaited: the state that this one is compared with must still be ours when it is replaced.
         if state.round < rounds.state.round and fork is None:
             self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
             return
+        self._learn(rounds, state, chain)
         rounds.replace(state, fork, reason)
