@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,18 +169,54 @@ def kind_of(host: str) -> str:
     return "private" if ip.is_private else "public"
 
 
-def announceable(listen: str, port: int, interfaces: Sequence[str], announce: Sequence[str]) -> list[str]:
-    """What to tell others: what the user says, else where we listen, else this machine's addresses that others can reach.
+def announceable(
+    listen: str,
+    port: int,
+    interfaces: Sequence[str],
+    announce: Sequence[str],
+    observed: Sequence[tuple[str, str]] = (),
+) -> list[str]:
+    """What to tell others: what the user says, else where we listen, else this machine's addresses that others can reach;
+    and last, because it is a guess, where peers on the internet saw us come from.
 
     Loopback is announced only when we listen on nothing else: then it is right for a swarm on one machine.
+
+    Args:
+        listen: the address that we listen on; empty or unspecified for all.
+        interfaces: this machine's addresses.
+        announce: "host:port" as the user wants it; replaces everything else.
+        observed: for each peer that let us in, the address where we dialed it and the one that it saw us at ("host:port").
+            The latter's port is that of an outgoing connection: its host goes with our own port, which is right behind a
+            one-to-one NAT or a forwarded port. Only a peer that itself has a public address can know: others see us from
+            inside. The host that most of them saw.
     """
     if announce:
         return list(announce)[: limits.ADDRESSES_MAX]
     if listen and kind_of(listen) != "unspecified":
-        return [join_address(listen, port)]
-    useful = [host for host in interfaces if kind_of(host) in ("private", "public")]
-    hosts = sorted(useful, key=lambda h: kind_of(h) != "public") or ["127.0.0.1"]
-    return [join_address(host, port) for host in hosts][: limits.ADDRESSES_MAX]
+        hosts = [listen]
+    else:
+        useful = [host for host in interfaces if kind_of(host) in ("private", "public")]
+        hosts = sorted(useful, key=lambda h: kind_of(h) != "public") or ["127.0.0.1"]
+    told = [join_address(host, port) for host in hosts][: limits.ADDRESSES_MAX]
+    seen = _seen_from_outside(observed)
+    if seen is None or kind_of(listen) == "loopback":
+        return told
+    return list(dict.fromkeys([*told[: limits.ADDRESSES_MAX - 1], join_address(seen, port)]))
+
+
+def _seen_from_outside(observed: Sequence[tuple[str, str]]) -> str | None:
+    """Our public host as most peers with public addresses saw it; the smaller text among equals."""
+    hosts = Counter(
+        host_of(seen)
+        for dialed, seen in observed
+        if host_of(dialed) and kind_of(host_of(dialed)) in ("public", "name") and kind_of(host_of(seen)) == "public"
+    )
+    return min(hosts, key=lambda host: (-hosts[host], host), default=None)
+
+
+def host_of(address: str) -> str:
+    """The host of "host:port", without brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def join_address(host: str, port: int) -> str:

@@ -281,6 +281,51 @@ def test_listening_everywhere_announces_what_others_can_reach(
     assert announceable(listen, 5, interfaces, []) == expected
 
 
+OUTSIDE = "9.9.9.9:7000"
+
+
+@pytest.mark.parametrize(
+    ("listen", "interfaces", "observed", "expected"),
+    [
+        # behind a one-to-one NAT: the host that a peer on the internet saw, our own port, after what we know
+        ("", ["10.0.0.1"], [(OUTSIDE, "8.8.4.4:51234")], ["10.0.0.1:5", "8.8.4.4:5"]),
+        ("10.0.0.1", [], [(OUTSIDE, "8.8.4.4:51234")], ["10.0.0.1:5", "8.8.4.4:5"]),
+        ("", ["10.0.0.1"], [("host.example.org:7000", "8.8.4.4:51234")], ["10.0.0.1:5", "8.8.4.4:5"]),
+        ("::", ["fd00::1"], [("[2620:fe::fe]:7000", "[2001:4860::8]:51234")], ["[fd00::1]:5", "[2001:4860::8]:5"]),
+        # known already
+        ("", ["8.8.4.4"], [(OUTSIDE, "8.8.4.4:51234")], ["8.8.4.4:5"]),
+        # seen from inside, or seen as something that nobody outside can reach
+        ("", ["10.0.0.1"], [("10.0.0.2:7000", "8.8.4.4:51234")], ["10.0.0.1:5"]),
+        ("", ["10.0.0.1"], [("127.0.0.1:7000", "8.8.4.4:51234")], ["10.0.0.1:5"]),
+        ("", ["10.0.0.1"], [(OUTSIDE, "192.168.1.7:51234"), (OUTSIDE, "127.0.0.1:1")], ["10.0.0.1:5"]),
+        # not an address at all
+        ("", ["10.0.0.1"], [(OUTSIDE, ""), (OUTSIDE, "unix:"), (OUTSIDE, "x:y:z"), ("", "8.8.4.4:1")], ["10.0.0.1:5"]),
+        # one says otherwise; equally many say otherwise
+        ("", [], [(OUTSIDE, f"{h}:1") for h in ("8.8.4.4", "8.8.8.8", "8.8.8.8")], ["127.0.0.1:5", "8.8.8.8:5"]),
+        ("", [], [(OUTSIDE, f"{h}:1") for h in ("8.8.8.8", "8.8.4.4")], ["127.0.0.1:5", "8.8.4.4:5"]),
+        # whoever listens on loopback alone is not to be reached
+        ("127.0.0.1", ["10.0.0.1"], [(OUTSIDE, "8.8.4.4:51234")], ["127.0.0.1:5"]),
+    ],
+)
+def test_what_others_saw_of_us_is_announced_if_they_saw_it_from_outside(
+    listen: str, interfaces: list[str], observed: list[tuple[str, str]], expected: list[str]
+) -> None:
+    assert announceable(listen, 5, interfaces, [], observed) == expected
+    assert announceable(listen, 5, interfaces, ["said.example.org:1"], observed) == ["said.example.org:1"]
+
+
+@given(
+    st.lists(st.ip_addresses().map(str), max_size=12),
+    st.lists(st.tuples(st.text(max_size=40), st.text(max_size=300)), max_size=5),
+)
+def test_whatever_others_say_what_is_announced_is_valid_and_not_too_much(
+    interfaces: list[str], observed: list[tuple[str, str]]
+) -> None:
+    told = announceable("", 5, interfaces, [], [*observed, (OUTSIDE, "8.8.4.4:1")])
+    assert 1 <= len(told) <= limits.ADDRESSES_MAX and told[-1] == "8.8.4.4:5"
+    assert all(check_address(address) for address in announceable("", 5, interfaces, [], observed))
+
+
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_every_joined_address_is_a_valid_address(host: object, port: int) -> None:
     assert check_address(join_address(str(host).partition("%")[0], port))
