@@ -113,6 +113,7 @@ class Node:
         self._heard_from: set[str] = set()
         self._started_at = self.clock.now()
         self._lives_known = (0, 0)
+        self.amnesiac = False  # the swarm knows a life of this peer that its disk does not
         self._traffic_before: dict[str, int] = {}
 
     @property
@@ -496,6 +497,8 @@ class Node:
 
     def _on_welcome(self, peer: str, welcome: Welcome) -> None:
         self.cache.met(peer, self.mesh.addresses(peer))
+        if welcome.incarnation_known not in (0, self.journal.incarnation):
+            self.amnesiac = True
         self._lives_known = max(self._lives_known, (welcome.incarnation_known, welcome.seq_known))
         try:
             self.check_life()

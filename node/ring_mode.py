@@ -165,6 +165,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         say=node.say,
         hold=node.hold,
         started=node.started,
+        amnesiac=lambda: node.amnesiac,
     )
     mesh.serve("Records", lambda peer, stream: serve_records(stream, rounds.log, rounds.state.lineage))
     mesh.serve("Push", exchange.serve_push)

@@ -38,6 +38,7 @@ class Attempts:
         record: what was last persisted for this round and lineage, if anything.
         choose: which exchange the roster's updates get.
         dead: membership's view at the start.
+        abstain: only observe, though in the electorate: this peer does not know what it promised or voted for before.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Attempts:
         record: BallotRecord | None = None,
         choose: ChooseExchange = choose_exchange,
         dead: Collection[str] = (),
+        abstain: bool = False,
     ) -> None:
         if record is not None and not record.concerns(round_, base_lineage):
             raise ValueError(f"record of round {record.round} given to round {round_}, or of another lineage")
         self.me = me
+        self.abstain = abstain
         self.electorate = frozenset(electorate)
         self.order = convener_order(electorate, base_lineage, round_)
         self.round = round_
@@ -102,7 +105,7 @@ class Attempts:
 
     @property
     def observing(self) -> bool:
-        return self.me not in self.electorate
+        return self.abstain or self.me not in self.electorate
 
     @property
     def convener(self) -> str | None:

@@ -61,15 +61,19 @@ class Checkers:
     def look(self) -> None:
         """At every node that runs."""
         for peer in self._sim.peers:
-            node = peer.node
-            if node is None or node.rounds is None:
-                continue
-            self._look_at_updates(peer)
-            state = node.rounds.state
-            if self._states.get(peer.name) is not state:
-                self._states[peer.name] = state
-                self._look_at_state(peer)
-                self._look_at_book(peer)
+            self.look_at(peer)
+
+    def look_at(self, peer: Peer) -> None:
+        """At one of them."""
+        node = peer.node
+        if node is None or node.rounds is None:
+            return
+        self._look_at_updates(peer)
+        state = node.rounds.state
+        if self._states.get(peer.name) is not state:
+            self._states[peer.name] = state
+            self._look_at_state(peer)
+            self._look_at_book(peer)
 
     def _look_at_updates(self, peer: Peer) -> None:
         """Own updates enter the ledger when they are in the journal, before their first byte leaves."""
@@ -102,7 +106,13 @@ class Checkers:
             value = record.checked.value
             adopted = tuple(u.dot for u in value.updates if self._counts(u.dot, u.update_hash))
             # A node that skipped rounds by a download knows the last commit only; the others' were seen where they were made.
-            for text in self.ledger.decide(value, split=record.checked.split, state_hash=state.hash, adopted=adopted):
+            for text in self.ledger.decide(
+                value,
+                split=record.checked.split,
+                signers=record.checked.signers,
+                state_hash=state.hash,
+                adopted=adopted,
+            ):
                 self.broken(2 if "included" in text else 1, peer.name, text)
         elif (known := self.ledger.versions.get(state.lineage)) is None:
             self.broken(1, peer.name, f"round {state.round} {state.lineage.hex()[:12]} is a state that nobody decided")

@@ -6,6 +6,7 @@ and of everything else by looking at the nodes after each event. It never speaks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -117,7 +118,8 @@ class Ledger:
         self.learned: dict[str, Learned] = {}  # by peer
         self.said: dict[Dot, dict[bytes, Said]] = {}  # by dot, then by update hash: an equivocator has two
         self.versions: dict[bytes, Version] = {}  # by lineage
-        self.decided: dict[bytes, dict[bytes, bool]] = {}  # base lineage → lineage → marked split
+        self.decided: dict[bytes, dict[bytes, tuple[bool, frozenset[str]]]] = {}  # base → lineage → (split, signers)
+        self.lost: set[str] = set()  # peers that have lost their disk
 
     def of(self, peer: str) -> Learned:
         return self.learned.setdefault(peer, Learned())
@@ -142,10 +144,12 @@ class Ledger:
         """The genesis."""
         self.versions.setdefault(lineage, Version(0, b"", state_hash, {}, {}))
 
-    def decide(self, value: Value, *, split: bool, state_hash: bytes, adopted: tuple[Dot, ...]) -> list[str]:
+    def decide(
+        self, value: Value, *, split: bool, signers: frozenset[str], state_hash: bytes, adopted: tuple[Dot, ...]
+    ) -> list[str]:
         """A node holds the state after `value`. Returns what is wrong with that, if anything."""
         lineage, base = value.lineage, value.base_lineage
-        self.decided.setdefault(base, {})[lineage] = split
+        self.decided.setdefault(base, {})[lineage] = (split, signers)
         if (known := self.versions.get(lineage)) is not None:
             if known.state_hash == state_hash:
                 return []
@@ -179,12 +183,18 @@ class Ledger:
         return wrong
 
     def forks(self) -> list[str]:
-        """Rounds decided twice on one base with more than one of the decisions not marked split."""
-        return [
-            f"base {base.hex()[:12]} has {len(ends)} successors, {sum(not s for s in ends.values())} of them not split"
-            for base, ends in self.decided.items()
-            if sum(not split for split in ends.values()) > 1
-        ]
+        """Rounds decided twice on one base, neither marked split.
+
+        Two majorities share a member, and that member would have to vote twice. It can only if it lost its disk in between:
+        nothing that a peer can do remembers what its disk has forgotten.
+        """
+        found = []
+        for base, ends in self.decided.items():
+            whole = [(lineage, signers) for lineage, (split, signers) in ends.items() if not split]
+            for (one, first), (other, second) in itertools.combinations(whole, 2):
+                if not first & second <= self.lost:
+                    found.append(f"base {base.hex()[:12]} has successors {one.hex()[:12]} and {other.hex()[:12]}")
+        return found
 
     def set_dimension(self, d: int) -> None:
         self._d = d

@@ -53,6 +53,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         now_ns: virtual nanoseconds since the start.
         events: callbacks run so far.
         after_step: called after every `stride` callbacks; what it raises ends the run.
+        ran: whose callback that was (None: the simulation's own).
         errors: what nobody caught, as text, with the virtual time.
     """
 
@@ -60,6 +61,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.now_ns = 0
         self.events = 0
         self.after_step: Callable[[], object] | None = None
+        self.ran: Process | None = None
         self.stride = 1
         self.errors: list[str] = []
         self.errors_dropped = 0
@@ -262,6 +264,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                     since_look += 1
                     if since_look >= self.stride:
                         since_look = 0
+                        self.ran = process
                         self.after_step()
         finally:
             self._running = False

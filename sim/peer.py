@@ -82,7 +82,7 @@ class Peer:
         self.wanted = True
         self.lives += 1
         self.clock.reset()
-        self.host.begin_life(f"{self.name} life {self.lives}")
+        self._sim.by_process[self.host.begin_life(f"{self.name} life {self.lives}")] = self
         with self.host.inside():
             self._sim.loop.create_task(self._live(self.lives), name=f"{self.name} life {self.lives}")
 
@@ -116,6 +116,7 @@ class Peer:
         if disk_lost:
             self.disk.lose()
             self._founds, self.disk_was_lost = False, True
+            self._sim.checkers.ledger.lost.add(self.peer_id)
         self._sim.note("killed", self.name, disk_lost=disk_lost)
 
     def leave(self) -> None:

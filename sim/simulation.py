@@ -32,6 +32,7 @@ from .link import Link
 from .loop import SimLoop
 from .network import Network, SimHost
 from .peer import Peer
+from .process import Process
 from .report import Report
 
 MakeLearner = Callable[[Config, str, Path, Any], NodeLearner]
@@ -85,9 +86,8 @@ class Simulation:
         self.until_s = 0.0
         self.fault_end_s = 0.0
         self._trace = hashlib.sha256()
-        self._events = 0
+        self.by_process: dict[Process | None, Peer] = {}
         self._stride = 1
-        self._since_look = 0
         self._series: dict[str, dict[str, list[list[float]]]] = {
             k: {} for k in ("loss", "reward", "lag", "bytes", "round")
         }
@@ -243,7 +243,7 @@ class Simulation:
         self.until_s = until_s
         self._stride = max(1, stride)
         started = time.perf_counter()
-        self.loop.after_step = self._after_step
+        self.loop.after_step, self.loop.stride = self._after_step, self._stride
         self._sample_every(max(SAMPLE_SECONDS, until_s / SAMPLES_MAX))
         second = 0.0
         while self.now < until_s and not (until is not None and until()):
@@ -281,11 +281,11 @@ class Simulation:
         return sum(p.wanted and not p.byzantine for p in self.peers)
 
     def _after_step(self) -> None:
-        self._events += 1
-        self._since_look += 1
-        if self._since_look >= self._stride:
-            self._since_look = 0
+        """What a callback changed, it changed in its own process."""
+        if self._stride > 1:
             self.checkers.look()
+        elif (peer := self.by_process.get(self.loop.ran)) is not None:
+            self.checkers.look_at(peer)
 
     def _sample_every(self, seconds: float) -> None:
         self._sample()
@@ -388,7 +388,7 @@ class Simulation:
             identical=self.identical,
             violations=[v.to_dict() for v in self.checkers.violations],
             trace_hash=self._trace.hexdigest(),
-            events=self._events,
+            events=self.loop.events,
             wall_seconds=wall_seconds,
             loss_first=_mean([v[0] for v in losses]),
             loss_last=_mean([v[-1] for v in losses]),
@@ -402,7 +402,7 @@ class Simulation:
             membership=self._membership,
             spans=self._spans,
             errors=self._errors,
-            replay=f"shoal sim --seed {self.seed}",
+            replay="",
         )
 
 

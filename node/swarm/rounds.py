@@ -41,6 +41,8 @@ from .updates import UpdateStore
 EARLY_MESSAGES_MAX = 256
 # Pause between two tries to fetch a committed update that nobody gave.
 FETCH_RETRY_SECONDS = 1.0
+# A member that has lost its disk stays out of the ballot for this long at most.
+ABSTAIN_SECONDS = 30.0
 # After this many fruitless tries the state itself is downloaded.
 FETCH_TRIES = 3
 
@@ -97,6 +99,7 @@ class Rounds:
         say: Log,
         hold: Callable[[str, int], Awaitable[None]],
         started: asyncio.Event,
+        amnesiac: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
@@ -105,6 +108,7 @@ class Rounds:
                 says whether it succeeded.
             hold: test-only: waits while a test holds this peer in the named phase of the named round.
             started: training waits for it (a demo starts all peers at once).
+            amnesiac: whether this peer's disk was lost, so that it cannot know what it promised before.
         """
         self.me = identity.peer_id
         self._identity = identity
@@ -129,6 +133,8 @@ class Rounds:
         self._say = say
         self._hold = hold
         self._started = started
+        self._amnesiac = amnesiac
+        self._abstained_since: float | None = None
         self.progress = Progress()
         self.durable_round = state.round  # saved, or at least tried to
         self._ballot: b.Ballot | None = None
@@ -243,7 +249,7 @@ class Rounds:
         if ahead is not None:
             return await self._conclude(ahead, None, f"round {state.round + 1} was decided by others")
         pump = asyncio.ensure_future(self._pump())
-        member = self.me in state.electorate
+        member = not self._ballot_open().observing
         trainer = asyncio.ensure_future(self._train(state)) if member else None
         self.progress.phase = "training" if member else "waiting"
         if not member:
@@ -274,6 +280,25 @@ class Rounds:
         elif done is not None:
             await self._save(None, None, done)
 
+    def _ballot_open(self) -> b.Ballot:
+        assert self._ballot is not None
+        return self._ballot
+
+    def _must_abstain(self, state: SharedState) -> bool:
+        """A member that has lost its disk may have voted in this round and not know it: with its second vote two majorities
+        could decide differently. It watches instead and comes back as a joiner; unless the others are too few (of two
+        members both must vote anyway, and the other remembers), or do not decide either in ABSTAIN_SECONDS."""
+        if not self._amnesiac() or self.me not in state.electorate or len(state.electorate) < 3:
+            return False
+        now = self._clock.now()
+        if self._abstained_since is None:
+            self._abstained_since = now
+            self._say(
+                "abstaining: the disk was lost, earlier votes are not known", level="warning", round=state.round + 1
+            )
+            asyncio.get_running_loop().call_later(ABSTAIN_SECONDS, self._replaced.set)
+        return now - self._abstained_since < ABSTAIN_SECONDS
+
     async def _await_trainer(self, trainer: asyncio.Task[Work | None] | None) -> Work | None:
         """The step under way ends by itself; its result is booked even if this task is being cancelled."""
         if trainer is None:
@@ -299,6 +324,7 @@ class Rounds:
             record=record,
             choose=choose_exchange,
             dead=self._dead(),
+            abstain=self._must_abstain(state),
         )
         self._decided = asyncio.get_running_loop().create_future()
         self._unsaved = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from functools import lru_cache
 
 from ...protocol.version import sha256
 
@@ -21,11 +22,17 @@ SHARDS = 256  # fine enough that weights within a factor of ten are met to a few
 WEIGHT_MEDIAN_MULTIPLE_MAX = 16.0
 
 
-def score(shard: int, peer: str, weight: float) -> float:
-    """Positive and finite for a positive, finite weight."""
+@lru_cache(maxsize=1 << 16)
+def _distance(shard: int, peer: str) -> float:
+    """-ln(u): the part of the score that is the same whatever the weights."""
     number = int.from_bytes(sha256(b"shoal/v1/shard\0", shard.to_bytes(4, "big"), peer.encode())[:8], "big")
     # 52 bits and a half: never 0, and never rounded to 1, whose logarithm is 0.
-    return -max(weight, 1e-9) / math.log(((number >> 12) + 0.5) / 2**52)
+    return -math.log(((number >> 12) + 0.5) / 2**52)
+
+
+def score(shard: int, peer: str, weight: float) -> float:
+    """Positive and finite for a positive, finite weight."""
+    return max(weight, 1e-9) / _distance(shard, peer)
 
 
 def owner(shard: int, weights: Mapping[str, float]) -> str:

@@ -63,7 +63,9 @@ def test_a_boast_does_not_take_all_the_data() -> None:
 def test_the_score_is_finite_at_both_ends(monkeypatch) -> None:
     for digest in (bytes(32), b"\xff" * 32):
         monkeypatch.setattr(shards_module, "sha256", lambda *parts, digest=digest: digest)
+        shards_module._distance.cache_clear()
         assert 0 < score(1, "a", 1.0) < math.inf
+    shards_module._distance.cache_clear()
 
 
 def test_the_assignment_is_the_same_everywhere() -> None:
