@@ -561,3 +561,13 @@ class Genesis(_message.Message):
     state_hash: bytes
     lineage: bytes
     def __init__(self, founder: _Optional[str] = ..., state_hash: _Optional[bytes] = ..., lineage: _Optional[bytes] = ...) -> None: ...
+
+class TokenUse(_message.Message):
+    __slots__ = ("token_id", "peer", "used")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    token_id: bytes
+    peer: str
+    used: bool
+    def __init__(self, token_id: _Optional[bytes] = ..., peer: _Optional[str] = ..., used: bool = ...) -> None: ...
