@@ -4,7 +4,8 @@ Tokens. A run has one admission key K (32 random bytes, made by the founder). An
 secret HMAC(K, id). A newcomer proves the secret, a member proves K, each by an HMAC over the handshake's transcript
 with its own role in it, so nothing secret is ever sent and nothing can be replayed. Who was admitted receives K over
 the authenticated connection: every member can check every token and write invites, and no death of the founder closes
-the run. The first identity that uses a token owns it, as far as the member that it came to knows.
+the run. The first identity that uses a token owns it: members ask and tell each other (node/swarm/tokens.py), and believe
+what they are told, because whoever has K could as well have used the token itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ BINDINGS_MAX = limits.MEMBERS_MAX
 SESSIONS_PER_PEER_MAX = 4
 # Evidence of a ban: two signed headers are about 1 KiB; a frame's worth of it for every ban would be a gigabyte.
 EVIDENCE_BYTES_MAX = 8 * 1024
+USED_BY_ANOTHER = "the token was used by another identity; ask for an invite of your own"
 RandomBytes = Callable[[int], bytes]
 
 
@@ -45,7 +47,8 @@ class Admission:
         allowed: peer ids, in allowlist mode.
         key: K in token mode; empty for a newcomer that has a token only.
         token: own invite token (id and secret), for a newcomer.
-        bindings: token id → the first identity that used it.
+        bindings: token id → the first identity that used it, here.
+        heard: the same as other members told us, oldest first.
         revoked: token ids that admit nobody any more.
     """
 
@@ -54,6 +57,7 @@ class Admission:
     key: bytes = b""
     token: bytes = b""
     bindings: dict[bytes, str] = field(default_factory=dict)
+    heard: dict[bytes, str] = field(default_factory=dict)
     revoked: set[bytes] = field(default_factory=set)
 
     def new_token(self, random_bytes: RandomBytes) -> bytes:
@@ -94,25 +98,34 @@ class Admission:
             return None
         if token_id in self.revoked:
             return "the token was revoked"
-        owner = self.bindings.get(token_id)
+        owner = self.owner(token_id)
         if owner not in (None, peer):
-            return "the token was used by another identity; ask for an invite of your own"
-        if owner is None and len(self.bindings) >= BINDINGS_MAX:
+            return USED_BY_ANOTHER
+        if token_id not in self.bindings and len(self.bindings) >= BINDINGS_MAX:
             return "too many tokens are in use"
         self.bindings[token_id] = peer
         return None
+
+    def owner(self, token_id: bytes) -> str | None:
+        """Who was the first to use a token, as far as this member knows."""
+        return self.bindings.get(token_id) or self.heard.get(token_id)
+
+    def hear(self, token_id: bytes, peer: str) -> None:
+        """Another member admitted `peer` by a token. What is known already stays; the oldest hearsay makes room."""
+        if self.owner(token_id) is None:
+            self.heard[token_id] = peer
+            if len(self.heard) > BINDINGS_MAX:
+                del self.heard[next(iter(self.heard))]
+
+    def release(self, token_id: bytes) -> None:
+        """The one that a token was just bound to was not admitted after all."""
+        self.bindings.pop(token_id, None)
 
     def revoke(self, token: bytes) -> str | None:
         """Let a token (or its id) admit nobody any more; returns who had used it. What they have open is not ended."""
         token_id = token[:TOKEN_ID_BYTES]
         self.revoked.add(token_id)
-        return self.bindings.get(token_id)
-
-    def learn_bindings(self, others: Mapping[bytes, str]) -> None:
-        """Take over which identity first used which token, as another member knows it. Own knowledge stays."""
-        for token_id, peer in sorted(others.items()):
-            if len(self.bindings) < BINDINGS_MAX:
-                self.bindings.setdefault(token_id, peer)
+        return self.owner(token_id)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, for the data directory; holds secrets."""
@@ -120,6 +133,7 @@ class Admission:
             "key": self.key.hex(),
             "token": self.token.hex(),
             "bindings": {k.hex(): v for k, v in self.bindings.items()},
+            "heard": {k.hex(): v for k, v in self.heard.items()},
             "revoked": sorted(t.hex() for t in self.revoked),
         }
 
@@ -128,6 +142,7 @@ class Admission:
         self.key = bytes.fromhex(saved["key"])
         self.token = bytes.fromhex(saved["token"])
         self.bindings = {bytes.fromhex(k): str(v) for k, v in saved["bindings"].items()}
+        self.heard = {bytes.fromhex(k): str(v) for k, v in saved.get("heard", {}).items()}
         self.revoked = {bytes.fromhex(t) for t in saved["revoked"]}
 
 

@@ -237,6 +237,11 @@ class Dialed:
         self._body: bytes | None = None  # the transcript that Proof must prove, once
         self._admitted = False
 
+    @property
+    def token_id(self) -> bytes:
+        """Of the invite that the dialer came with; empty for a member, and outside token mode."""
+        return self._hello.token_id if self._me.admission.mode == "token" else b""
+
     def on_hello(self, frame: bytes) -> bytes | Refuse:
         """The Challenge, or a refusal. Raises PeerFault for what is not a Hello."""
         _need(not self._begun, "a second Hello")

@@ -21,6 +21,7 @@ from ...protocol.wire_pb2 import Refusal
 from .dialing import BUSY, CONTROL, Dialing
 from .link import SessionStream
 from .links import STRANGER, Links
+from .tokens import TOKENS, Tokens
 
 # One host may hold this many of the places for handshakes, so that it cannot keep everybody else out.
 HANDSHAKES_PER_HOST_MAX = limits.HANDSHAKES_AT_ONCE_MAX // 2
@@ -36,8 +37,9 @@ class Accepting:
     ) -> None:
         """`known`: highest (incarnation, seq) seen of a peer, told to it in the Welcome."""
         self._links, self._dialing, self._transport, self._known = links, dialing, transport, known
+        self._tokens = Tokens(links, dialing)
         self._handshakes: Counter[str] = Counter()  # in progress, by host
-        self.handlers: dict[str, StreamHandler] = {}
+        self.handlers: dict[str, StreamHandler] = {TOKENS: self._tokens.serve}
 
     def gate(self, call: Call) -> str | None:
         if self._links.closed:
@@ -99,8 +101,12 @@ class Accepting:
         answer = dialed.on_hello(await stream.recv(limits.HANDSHAKE_SECONDS_MAX))
         if isinstance(answer, bytes):
             await stream.send(answer)
-            other = dialed.on_proof(await stream.recv(limits.HANDSHAKE_SECONDS_MAX))
-            answer = other if isinstance(other, Refuse) else await self._other_process(other) or other
+            frame = await stream.recv(limits.HANDSHAKE_SECONDS_MAX)
+            known = self._links.me().admission.owner(dialed.token_id) is not None
+            answer = dialed.on_proof(frame)
+            if isinstance(answer, Other):
+                used = await self._tokens.settle(dialed.token_id, answer.peer, known=known)
+                answer = used or await self._other_process(answer) or answer
         if isinstance(answer, Other) and (reason := self._links.me().bans.reason(answer.peer)) is not None:
             answer = refuse(Refusal.BANNED, reason, "Only the swarm's members can lift a ban.")  # banned meanwhile
         if isinstance(answer, Refuse):

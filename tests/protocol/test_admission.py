@@ -86,18 +86,51 @@ def test_revoked_tokens_admit_nobody() -> None:
     assert founder.revoke(b"unknown!") is None
 
 
-def test_bindings_are_bounded_and_can_be_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_members_admitted_by_a_token_counts_here() -> None:
+    founder, other = Admission("token", key=K), Admission("token", key=K)
+    new = newcomer(founder)
+    proof = new.prove("dialer", new.token_id, T)
+    assert founder.check("first", "dialer", new.token_id, T, proof) is None
+    other.hear(new.token_id, "first")
+    other.hear(new.token_id, "second")  # the first word stays
+    assert other.owner(new.token_id) == "first"
+    assert "another identity" in str(other.check("second", "dialer", new.token_id, T, proof))
+    assert other.check("first", "dialer", new.token_id, T, proof) is None
+    assert other.bindings == {new.token_id: "first"}
+    founder.hear(new.token_id, "second")
+    assert founder.owner(new.token_id) == "first" and not founder.heard
+    assert other.revoke(new.token) == "first"
+
+
+def test_a_binding_that_came_to_nothing_is_released() -> None:
+    founder = Admission("token", key=K)
+    new = newcomer(founder)
+    proof = new.prove("dialer", new.token_id, T)
+    assert founder.check("first", "dialer", new.token_id, T, proof) is None
+    founder.release(new.token_id)
+    founder.release(b"unknown!")
+    assert founder.owner(new.token_id) is None
+    assert founder.check("second", "dialer", new.token_id, T, proof) is None
+
+
+def test_bindings_are_bounded_and_hearsay_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "BINDINGS_MAX", 2)
     founder = Admission("token", key=K)
-    founder.bindings[b"a" * 8] = "mine"
-    founder.learn_bindings({b"a" * 8: "theirs", b"b" * 8: "b", b"c" * 8: "c"})
-    assert founder.bindings == {b"a" * 8: "mine", b"b" * 8: "b"}
+    for name in "abcd":
+        founder.hear(name.encode() * 8, name)
+    assert founder.heard == {b"c" * 8: "c", b"d" * 8: "d"}
     new = newcomer(founder)
-    assert "too many" in str(founder.check("new", "dialer", new.token_id, T, new.prove("dialer", new.token_id, T)))
+    proof = new.prove("dialer", new.token_id, T)
+    assert founder.check("new", "dialer", new.token_id, T, proof) is None  # what others tell keeps nobody out
+    founder.bindings[b"e" * 8] = "e"
+    assert founder.check("new", "dialer", new.token_id, T, proof) is None
+    founder.release(new.token_id)
+    founder.bindings[b"f" * 8] = "f"
+    assert "too many" in str(founder.check("new", "dialer", new.token_id, T, proof))
 
 
 def test_admission_survives_a_restart() -> None:
-    founder = Admission("token", key=K, bindings={b"a" * 8: "alice"}, revoked={b"r" * 8})
+    founder = Admission("token", key=K, bindings={b"a" * 8: "alice"}, heard={b"b" * 8: "bob"}, revoked={b"r" * 8})
     again = Admission("token")
     again.load(json.loads(json.dumps(founder.to_dict())))
     assert again == founder
