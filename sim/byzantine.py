@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..aggregation.compress import Sparse
 from ..node.learner import LocalResult
 from ..protocol.signing import sign_body
 from ..protocol.wire_pb2 import Envelope, Join, Signed, UpdateHeader
@@ -54,11 +55,23 @@ class Liar(Witness):
 
 
 def bend(node: Node, kind: str, rng: random.Random) -> None:
-    """Make a running node lie on the wire: replay, equivocate."""
+    """Make a running node lie on the wire: replay, equivocate, nan."""
     if kind == "replay":
         _replay(node, rng)
     elif kind == "equivocate":
         _equivocate(node)
+    elif kind == "nan":
+        _garbage(node, rng)
+
+
+def _garbage(node: Node, rng: random.Random) -> None:
+    """Payloads of random bytes, which decode to nothing, to the largest numbers, or not at all."""
+    assert node.rounds is not None
+    work = node.rounds._work
+    honest = work.encode
+    nothing = Sparse(np.zeros(0, np.int64), np.zeros(0, np.float32))
+    work.encode = lambda vector, compression: rng.randbytes(len(honest(vector, compression)))
+    work.decode = lambda payload, d, compression: nothing
 
 
 def _replay(node: Node, rng: random.Random) -> None:
@@ -71,7 +84,6 @@ def _replay(node: Node, rng: random.Random) -> None:
         peer, again = old[rng.randrange(len(old))]
         post(peer, again)
 
-    node.mesh.post = posting  # type: ignore[method-assign]
     _rewire(node, posting)
 
 

@@ -77,6 +77,7 @@ class LocalWork:
         self._shards = shards
         self._check_life = check_life
         self._step_cost_s = step_cost_s
+        self.encode, self.decode = encode, decode  # by name, so that a simulated liar can have its own
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
 
@@ -133,8 +134,8 @@ class LocalWork:
             payload, encoding = self.dense_vector.tobytes(), Encoding.DENSE
             own: Sparse | np.ndarray = self.dense_vector
         else:
-            payload, encoding = encode(residual, self._compression), Encoding.SPARSE
-            own = decode(payload, residual.size, self._compression)
+            payload, encoding = self.encode(residual, self._compression), Encoding.SPARSE
+            own = self.decode(payload, residual.size, self._compression)
         headers: list[Header] = []
         learned = self.book.parts()["learned"]
 

@@ -96,8 +96,8 @@ class RingExchange:
         self._transfer = transfer
         self._started.set()
         if len(transfer.order) > 1 and transfer.headers:
-            self._own(self._push_loop(transfer), "push")
-            self._repair = self._own(self._repair_loop(transfer), "repair")
+            self._own(lambda: self._push_loop(transfer), "push")
+            self._repair = self._own(lambda: self._repair_loop(transfer), "repair")
 
     def end(self, reason: str) -> None:
         """Stop at once: cancels our streams and those that are being pushed to us."""
@@ -120,10 +120,10 @@ class RingExchange:
         transfer = self._transfer
         return [h for h in sorted(transfer.headers) if not self._store.has(h)] if transfer else []
 
-    def _own(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+    def _own(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
-                await work
+                await work()
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -261,7 +261,7 @@ class RingExchange:
         """Something that was held is not any more; the loop ended when all was there."""
         transfer = self._transfer
         if transfer is not None and self._repair is not None and self._repair.done():
-            self._repair = self._own(self._repair_loop(transfer), "repair")
+            self._repair = self._own(lambda: self._repair_loop(transfer), "repair")
 
     async def _repair_loop(self, transfer: Transfer) -> None:
         """Pull what lacks when nothing arrives for STALL_SECONDS."""

@@ -40,6 +40,12 @@ def owner(shard: int, weights: Mapping[str, float]) -> str:
     return max(weights, key=lambda peer: (score(shard, peer, weights[peer]), peer))
 
 
+@lru_cache(maxsize=256)
+def _owners(weights: tuple[tuple[str, float], ...], count: int) -> tuple[str, ...]:
+    """Of every shard. Views of the swarm change rarely, rounds begin often."""
+    return tuple(owner(shard, dict(weights)) for shard in range(count))
+
+
 def assign(me: str, weights: Mapping[str, float], count: int = SHARDS) -> tuple[int, ...]:
     """The shards of `count` that are `me`'s. `weights`: measured samples per second of every live peer, `me` among them.
 
@@ -50,5 +56,6 @@ def assign(me: str, weights: Mapping[str, float], count: int = SHARDS) -> tuple[
     cap = WEIGHT_MEDIAN_MULTIPLE_MAX * statistics.median(known) if known else 1.0
     default = sum(min(w, cap) for w in known) / len(known) if known else 1.0
     filled = {peer: min(weight, cap) if 0 < weight < math.inf else default for peer, weight in weights.items()}
-    mine = tuple(shard for shard in range(count) if owner(shard, filled) == me)
+    owners = _owners(tuple(sorted(filled.items())), count)
+    mine = tuple(shard for shard in range(count) if owners[shard] == me)
     return mine or (max(range(count), key=lambda shard: score(shard, me, filled[me])),)
