@@ -105,6 +105,10 @@ def test_other_runs_identities_models_and_strangers_are_refused(tmp_path: Path) 
         one.join()
         used = shoal(tmp_path, "join", one.invite)
         assert_three_parts(used, ExitCode.REFUSED, "another identity")
+        member = one.nodes[1].status()
+        assert member is not None
+        elsewhere = f"shoal://{member['peer_id']}@{member['addresses'][0]}/{run}#token={token}"
+        assert_three_parts(shoal(tmp_path, "join", elsewhere), ExitCode.REFUSED, "another identity")
         # The same identity from a copied directory, on another port: a second live process.
         copy = tmp_path / "copy"
         copy.mkdir(mode=0o700)
