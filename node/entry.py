@@ -7,6 +7,7 @@ not cover: what a run is (run.py), how a state travels and why it is believed (s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -30,6 +31,9 @@ from .swarm.state_sync import StateClient
 
 RETRY_SECONDS = 0.5
 MANIFEST_TRIES = 5
+# Sources of a first state besides the one that answered first, and how long each may take to answer.
+SOURCES_MAX = 8
+SOURCE_SECONDS = 3.0
 # A dial of everybody known waits this long for the slowest.
 REDIAL_SECONDS = 15.0
 
@@ -104,6 +108,20 @@ class Entry:
             self._say("no peer answered yet", level="warning", reason=reason)
             await self._host.clock.sleep(wait)
 
+    async def _more(self) -> None:
+        """Besides whoever answered first, everybody else that the invite and the cache name: a state is better had from
+        several, who confirm each other, than from one that may be slow, frozen or a liar."""
+        invite = self._run.invite
+        sources = [("invite", invite.peers if invite else ()), ("cache", list(self._cache.peers.items()))]
+        connected = self._mesh.connected()
+        rest = [c for c in candidates(sources, self._me) if c.peer not in connected][:SOURCES_MAX]
+
+        async def one(peer: str, address: str) -> None:
+            with contextlib.suppress(Refused, DialError, StreamClosed, PeerFault, asyncio.TimeoutError):
+                await asyncio.wait_for(self._mesh.connect(address, peer), SOURCE_SECONDS)
+
+        await asyncio.gather(*(one(c.peer, c.address) for c in rest))
+
     async def redial(self) -> None:
         """Dial everybody known once, at the same time: before the first vote after a restart, and while alone.
 
@@ -174,7 +192,9 @@ class Entry:
         """A newcomer's state, from everybody that can be reached; tries until somebody gives it."""
         while True:
             self._phase("downloading")
-            found = await self.download(d, await self.somebody(), "joining")
+            await self.somebody()
+            await self._more()
+            found = await self.download(d, self._mesh.connected(), "joining")
             if found is not None:
                 return found[0]
             await self._host.clock.sleep(RETRY_SECONDS)

@@ -63,6 +63,8 @@ REDIAL_SECONDS_MAX = 60.0
 # first one back must not go on alone while the others are still starting.
 START_GRACE_SECONDS = 20.0
 GOODBYE_SECONDS = 0.3
+# Peers whose word on our address is kept.
+OBSERVERS_MAX = 32
 
 Hook = Callable[["Node"], Awaitable[None]]
 
@@ -115,6 +117,7 @@ class Node:
         self._lives_known = (0, 0)
         self.amnesiac = False  # the swarm knows a life of this peer that its disk does not
         self._traffic_before: dict[str, int] = {}
+        self._observed: dict[str, tuple[str, str]] = {}  # by peer: where we dialed it, and where it saw us
 
     @property
     def config(self) -> Config:
@@ -236,7 +239,7 @@ class Node:
         self.mesh.serve("Manifest", lambda peer, stream: serve_manifest(stream, self.run_.info))
         self.port = await self.mesh.listen(node.listen, node.port)
         self.listening = True
-        self.addresses = announceable(node.listen, self.port, self.host.interfaces(), node.announce)
+        self.addresses = self._announceable()
         self.own(_surface(self.mesh))
         self.entry = Entry(
             host=self.host,
@@ -254,6 +257,12 @@ class Node:
             hold=self.hold,
         )
         self.say("listening", port=self.port, addresses=self.addresses, peer_id=self.identity.peer_id)
+
+    def _announceable(self) -> list[str]:
+        node = self._first_config.node
+        return announceable(
+            node.listen, self.port, self.host.interfaces(), node.announce, observed=list(self._observed.values())
+        )
 
     def _self(self) -> Self:
         return Self(
@@ -497,6 +506,11 @@ class Node:
 
     def _on_welcome(self, peer: str, welcome: Welcome) -> None:
         self.cache.met(peer, self.mesh.addresses(peer))
+        if (dialed := self.mesh.addresses(peer)) and welcome.observed and len(self._observed) < OBSERVERS_MAX:
+            self._observed[peer] = (dialed[0], welcome.observed)
+            self.addresses = self._announceable()
+            if self.members is not None:
+                self.members.set_addresses(tuple(self.addresses))
         if welcome.incarnation_known not in (0, self.journal.incarnation):
             self.amnesiac = True
         self._lives_known = max(self._lives_known, (welcome.incarnation_known, welcome.seq_known))

@@ -99,7 +99,7 @@ class Checkers:
         assert node is not None and node.rounds is not None
         state, log = node.rounds.state, node.rounds.log
         if state.round == 0:
-            self.ledger.root(state.lineage, state.hash)
+            self.ledger.root(state)
             return
         record = log.get(state.lineage)
         if record is not None:
@@ -108,17 +108,18 @@ class Checkers:
             # A node that skipped rounds by a download knows the last commit only; the others' were seen where they were made.
             for text in self.ledger.decide(
                 value,
+                state,
                 split=record.checked.split,
                 signers=record.checked.signers,
-                state_hash=state.hash,
                 adopted=adopted,
+                sync=node.config.run.sync,
             ):
                 self.broken(2 if "included" in text else 1, peer.name, text)
         elif (known := self.ledger.versions.get(state.lineage)) is None:
             self.broken(1, peer.name, f"round {state.round} {state.lineage.hex()[:12]} is a state that nobody decided")
-        elif known.state_hash != state.hash:
+        elif known.state.hash != state.hash:
             self.broken(
-                1, peer.name, f"round {state.round}: hashes {known.state_hash.hex()[:12]} and {state.hash.hex()[:12]}"
+                1, peer.name, f"round {state.round}: hashes {known.state.hash.hex()[:12]} and {state.hash.hex()[:12]}"
             )
         for text in self.ledger.forks():
             self.broken(6, peer.name, text)

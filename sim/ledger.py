@@ -14,10 +14,14 @@ import numpy as np
 
 from ..aggregation.book import to_fixed
 from ..aggregation.compress import Compression, decode
+from ..node.config import SyncConfig
 from ..node.learner import LocalResult, StepStats
 from ..node.learners import NodeLearner
-from ..protocol.ballot_messages import Encoding, Header, Value
+from ..node.swarm.state import SharedState
+from ..protocol.ballot_messages import Encoding, Exchange, Header, Value
 from ..protocol.version import Dot
+from . import reference
+from .reference import Values
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Said:
 
     header: Header
     fixed: tuple[np.ndarray | None, np.ndarray] | None  # indices (None: dense) and int64 values; None: not decodable
+    values: Values = None  # sparse ones as decoded
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Version:
 
     round: int
     parent: bytes
-    state_hash: bytes
+    state: SharedState
     dots: Mapping[tuple[str, int], int]  # (peer, incarnation) → highest seq included
     adopted: Mapping[tuple[str, int], np.ndarray]  # (peer, incarnation) → int64 [d], sum of its adopted updates
 
@@ -130,31 +135,40 @@ class Ledger:
         if header.update_hash in by_hash:
             return
         fixed: tuple[np.ndarray | None, np.ndarray] | None = None
+        values: Values = None
         if header.encoding is Encoding.DENSE:
             fixed = (None, to_fixed(np.frombuffer(payload, "<f4")))
         else:
             try:
                 sparse = decode(payload, d, compression)
+                values = (sparse.indices, sparse.values)
                 fixed = (sparse.indices, to_fixed(sparse.values))
             except Exception:
                 fixed = None
-        by_hash[header.update_hash] = Said(header, fixed)
+        by_hash[header.update_hash] = Said(header, fixed, values)
 
-    def root(self, lineage: bytes, state_hash: bytes) -> None:
+    def root(self, state: SharedState) -> None:
         """The genesis."""
-        self.versions.setdefault(lineage, Version(0, b"", state_hash, {}, {}))
+        self.versions.setdefault(state.lineage, Version(0, b"", state, {}, {}))
 
     def decide(
-        self, value: Value, *, split: bool, signers: frozenset[str], state_hash: bytes, adopted: tuple[Dot, ...]
+        self,
+        value: Value,
+        state: SharedState,
+        *,
+        split: bool,
+        signers: frozenset[str],
+        adopted: tuple[Dot, ...],
+        sync: SyncConfig,
     ) -> list[str]:
         """A node holds the state after `value`. Returns what is wrong with that, if anything."""
         lineage, base = value.lineage, value.base_lineage
         self.decided.setdefault(base, {})[lineage] = (split, signers)
         if (known := self.versions.get(lineage)) is not None:
-            if known.state_hash == state_hash:
+            if known.state.hash == state.hash:
                 return []
             return [
-                f"round {value.round} {lineage.hex()[:12]}: hashes {known.state_hash.hex()[:12]} and {state_hash.hex()[:12]}"
+                f"round {value.round} {lineage.hex()[:12]}: hashes {known.state.hash.hex()[:12]} and {state.hash.hex()[:12]}"
             ]
         parent = self.versions.get(base)
         if parent is None:
@@ -179,8 +193,21 @@ class Ledger:
                 else:
                     total[indices] += fixed
                 sums[key] = total
-        self.versions[lineage] = Version(value.round, base, state_hash, dots, sums)
+        self.versions[lineage] = Version(value.round, base, state, dots, sums)
+        if not wrong and value.exchange is not Exchange.RING_DENSE and sync.norm_max == 0:
+            wrong = self._recompute(value, parent.state, state, sync)
         return wrong
+
+    def _recompute(self, value: Value, before: SharedState, after: SharedState, sync: SyncConfig) -> list[str]:
+        """A sparse round, merged once more by reference.py."""
+        updates = [(u.dot.peer, u.weight, self.said[u.dot][u.update_hash].values) for u in value.updates]
+        theta, outer = reference.merge(before.theta, before.outer, updates, sync)
+        if not np.array_equal(theta, after.theta):
+            off = int(np.argmax(theta != after.theta))
+            return [f"round {value.round}: coordinate {off} is {after.theta[off]!r}, merged again {theta[off]!r}"]
+        if sync.outer != "sgd" and value.updates and outer is not None and not np.array_equal(outer, after.outer):  # type: ignore[arg-type]
+            return [f"round {value.round}: the outer buffer is not what the merge gives"]
+        return []
 
     def forks(self) -> list[str]:
         """Rounds decided twice on one base, neither marked split.

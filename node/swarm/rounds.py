@@ -14,6 +14,7 @@ Does not cover: who is alive (members.py), sockets (mesh.py), decisions (protoco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -515,20 +516,24 @@ class Rounds:
 
     async def _conclude(self, checked: CheckedCommit, work: Work | None, why: str) -> None:
         """Fetch what the commit names, apply it, make it durable."""
+        state, rules, reduced = self.state, self.settings.rules, None
         self.progress.phase = "committing"
         await self._hold("committing", checked.value.round)
         started = self._clock.now()
         updates = await self._fetch(checked)
-        if updates is None:
+        if updates is None and self.state is state:
             self._remember(checked)
             return await self._catch_up.download(self, f"updates of round {checked.value.round} are nowhere to be had")
-        state, rules, reduced = self.state, self.settings.rules, None
         if checked.value.exchange is Exchange.RING_DENSE:
             reduced = await self._dense.reduced(checked.value, list(checked.value.ring))
-            if reduced is None:
+            if reduced is None and self.state is state:
                 self._remember(checked)
                 return await self._catch_up.download(self, f"chunks of round {checked.value.round} are gone")
+        if self.state is not state or updates is None:
+            return None  # a downloaded state took its place meanwhile: this commit lies behind it, or on a lost branch
         applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, rules, reduced=reduced))
+        if self.state is not state:
+            return None
         self.install(applied, checked)
         self._saved = await self._save(applied, checked, work)
         self.durable_round = applied.state.round
@@ -627,7 +632,8 @@ class Rounds:
         for attempt in range(FETCH_TRIES):
             missing = await self._exchange.pull(hashes, holders)
             if not missing:
-                return [self._store.load(h) for h in hashes]
+                with contextlib.suppress(KeyError):  # gone from the disk since: pulled again
+                    return [self._store.load(h) for h in hashes]
             self._say("committed updates are missing", level="warning", missing=len(missing), attempt=attempt)
             await self._clock.sleep(FETCH_RETRY_SECONDS)
         return None

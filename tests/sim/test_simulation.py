@@ -27,6 +27,8 @@ REGRESSIONS = {
     137: "a dense exchange waited for members that had gone on to a later attempt",
     140: "a newcomer on a lost branch knew no record older than itself",
     142: "the records older than a download were lost to everybody who downloaded from it",
+    590: "a commit that was being applied replaced the newer state downloaded meanwhile",
+    621: "the same, and an own update was booked twice",
     260: "a downloaded state that came too late replaced the log of the state that stayed",
 }
 

@@ -1,0 +1,57 @@
+"""The merge of a sparse round once more, number by number, to hold against what the nodes computed.
+
+Written apart from aggregation/merge.py, from the design's formulas and in plain Python arithmetic, so that one mistake would
+have to be made twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..node.config import SyncConfig
+
+UNITS = 2**40
+
+Values = tuple[np.ndarray, np.ndarray] | None  # indices int64 [k] and values fp32 [k]; None: not decodable
+
+
+def capped(claims: Mapping[str, int], sync: SyncConfig) -> dict[str, int]:
+    """Weights by origin: at most `weight_max`, and at most a multiple of the lower median of those above 0."""
+    first = {peer: max(0, min(claim, sync.weight_max)) for peer, claim in claims.items()}
+    positive = sorted(weight for weight in first.values() if weight)
+    if not positive:
+        return first
+    middle = positive[(len(positive) - 1) // 2]
+    bound = max(1, int(sync.weight_median_multiple_max * middle))
+    return {peer: min(weight, bound) for peer, weight in first.items()}
+
+
+def merge(
+    theta: np.ndarray, outer: np.ndarray | None, updates: Sequence[tuple[str, int, Values]], sync: SyncConfig
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """theta and outer buffer, fp32 [d], after the round whose committed updates are (origin, claimed weight, values)."""
+    weights = capped({origin: claim for origin, claim, _ in updates}, sync)
+    total = sum(weights[origin] for origin, _, _ in updates)
+    if total <= 0:
+        return theta, outer
+    merged = [0] * theta.size
+    for origin, _, values in updates:
+        if values is None or any(not abs(float(v)) < 1.0 for v in values[1]):
+            continue
+        scale = weights[origin] / total
+        for index, value in zip(values[0].tolist(), values[1].tolist(), strict=True):
+            merged[index] += round(scale * value * UNITS)
+    new, buffer = [], []
+    for i, units in enumerate(merged):
+        gradient = units / UNITS
+        if sync.outer == "sgd":
+            new.append(np.float32(float(theta[i]) - sync.outer_lr * gradient))
+            continue
+        before = 0.0 if outer is None else float(outer[i])
+        moved = np.float32(sync.outer_momentum * before + gradient)
+        buffer.append(moved)
+        step = gradient + sync.outer_momentum * float(moved)
+        new.append(np.float32(float(theta[i]) - sync.outer_lr * step))
+    return np.array(new, np.float32), np.array(buffer, np.float32) if buffer else None
