@@ -3,7 +3,7 @@
 scale, sign_flip, noise: what the learner learned, a hundred times too large, reversed, or random. free_ride: nothing
 learned, the weight claimed all the same. lie_weight: a thousand times the samples. nan: payloads of random bytes, signed
 as if they were updates. replay: every message again, later. equivocate: two updates under one dot, each shown to half
-of the others. The node's own guards stay on; what they would stop is put in behind them.
+of the others. stranger: an invite whose token is made up. The node's own guards stay on; what they would stop is put in behind them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ledger import Learned, Witness
 if TYPE_CHECKING:
     from ..node.node import Node
 
-KINDS = ("scale", "sign_flip", "nan", "noise", "replay", "equivocate", "free_ride", "lie_weight")
+KINDS = ("scale", "sign_flip", "nan", "noise", "replay", "equivocate", "free_ride", "lie_weight", "stranger")
 REPLAYED_MAX = 256
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,9 @@ class Peer:
         self.disk.crash(self.rng)
         self.host.kill()
         self.node = None
-        if disk_lost:
+        # A run whose only disk is lost is gone, and nothing can be said about it.
+        others = [p for p in self._sim.peers if p is not self and p.node is not None and p.node.ready]
+        if disk_lost and others:
             self.disk.lose()
             self._founds, self.disk_was_lost = False, True
             self._sim.checkers.ledger.lost.add(self.peer_id)
@@ -167,7 +170,10 @@ class Peer:
                     break
             else:
                 await self.clock.sleep(0.5)
-        return Invite.parse(self.invite)
+        invite = Invite.parse(self.invite)
+        if self.byzantine == "stranger":
+            invite = replace(invite, token=self.rng.randbytes(len(invite.token)))
+        return invite
 
     def _host(self) -> Host:
         return Host(

@@ -362,7 +362,7 @@ class Simulation:
         ]
 
     def is_admitted(self, peer_id: str) -> bool:
-        return any(p.peer_id == peer_id for p in self.peers)
+        return any(p.peer_id == peer_id and p.byzantine != "stranger" for p in self.peers)
 
     def conflicts_logged(self) -> bool:
         """Whether any node ever said that two versions were concurrent."""
