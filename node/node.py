@@ -303,7 +303,7 @@ class Node:
             await self.entry.wait_genesis()
         self.state = await self.entry.first_state(self.learner.layout.size)
         if self.state.round > 0:
-            await self._keep_records(await self.records(self.mesh.connected(), self.state))
+            await self.keep_records(await self.records(self.mesh.connected(), self.state))
         self._save_cache()
         self.run_.save()
         return None
@@ -462,7 +462,8 @@ class Node:
         raw = await fetch_records(self.mesh.open, peers, state.lineage, self.trouble)
         return decode_records(raw, self.run_.id)
 
-    async def _keep_records(self, commits: list[Commit]) -> None:
+    async def keep_records(self, commits: list[Commit]) -> None:
+        """Make these the records on disk, oldest first."""
         try:
             raw = [encode_commit(commit).SerializeToString() for commit in commits]
             await self.clock.run(lambda: self.commit_file.replace(raw))

@@ -153,6 +153,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
             summaries=members.summaries,
             download=node.download,
             records=node.records,
+            keep_records=node.keep_records,
             say=node.say,
             conflicts_seen=node.warn,
         ),

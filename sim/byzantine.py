@@ -3,7 +3,8 @@
 scale, sign_flip, noise: what the learner learned, a hundred times too large, reversed, or random. free_ride: nothing
 learned, the weight claimed all the same. lie_weight: a thousand times the samples. nan: payloads of random bytes, signed
 as if they were updates. replay: every message again, later. equivocate: two updates under one dot, each shown to half
-of the others. stranger: an invite whose token is made up. The node's own guards stay on; what they would stop is put in behind them.
+of the others. stranger: an invite whose token is made up. The node's own guards stay on; what they would stop is put in
+behind them.
 """
 
 from __future__ import annotations

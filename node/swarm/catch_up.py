@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 0.25
 # One request to one peer, and the time its answer may take before the next is asked.
 ASK_SECONDS = 1.0
+# Pause between two searches for records older than our own.
+DEEPEN_SECONDS = 10.0
 # A newcomer to a round that others have decided does not train on an old state; but nor does it wait for ever for news.
 SETTLE_SECONDS = 5.0
 # More rounds behind than this: downloading the state is cheaper than fetching every round's updates.
@@ -59,6 +61,7 @@ class CatchUp:
         summaries: Callable[[], dict[str, Summary]],
         download: Download,
         records: Callable[[list[str], SharedState], Awaitable[list[Commit]]],
+        keep_records: Callable[[list[Commit]], Awaitable[None]],
         say: Callable[..., None],
         conflicts_seen: Callable[[str], None],
     ) -> None:
@@ -67,12 +70,14 @@ class CatchUp:
             summaries: latest summary of every live peer, itself not among them.
             download: gets a state, of a named lineage or the newest, from the named peers.
             records: gets the commits behind a state from one of the named peers, decoded and in order, oldest first.
+            keep_records: makes the commits behind our state durable, in place of those on disk.
             conflicts_seen: counts and logs a conflict that a rule resolved.
         """
         self._clock = clock
         self._post = post
         self._summaries = summaries
-        self._download, self._records = download, records
+        self._download, self._records, self._keep_records = download, records, keep_records
+        self._deepen_at = 0.0
         self._say = say
         self._conflict = conflicts_seen
         self._rounds: Rounds | None = None
@@ -182,6 +187,24 @@ class CatchUp:
                     await self._compare(rounds, peer, summary)
                 else:
                     self._ask(rounds, peer, summary)
+            if any(count > VAIN_MAX for count in self._vain.values()):
+                await self._deepen(rounds, sorted(behind))
+
+    async def _deepen(self, rounds: Rounds, peers: list[str]) -> None:
+        """No common commit with somebody: our own log may begin later than the fork. Whoever was on our branch knows more."""
+        if self._clock.now() < self._deepen_at:
+            return
+        self._deepen_at = self._clock.now() + DEEPEN_SECONDS
+        state = rounds.state
+        known = {record.lineage for record in rounds.log.chain(state.lineage)}
+        chain = await self._records(peers, state)
+        ours = [commit for commit in chain if commit.value.lineage == state.lineage]
+        if rounds.state is state and ours and len(chain) > len(known):
+            try:
+                rounds.start_log(chain, state)
+            except PeerFault as fault:
+                return self._say("older records refused", level="warning", cause=str(fault))
+            await self._keep_records(chain)
 
     def attach(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -282,3 +305,6 @@ class CatchUp:
             return
         self._learn(rounds, state, chain)
         rounds.replace(state, fork, reason)
+        # On disk the records must end in the state, or a restart would know only those after the next one.
+        behind = [record.checked.commit for record in rounds.log.chain(state.lineage)][::-1]
+        await self._keep_records(behind)

@@ -36,7 +36,8 @@ class Mutant:
 
 MUTANTS = [
     Mutant("own updates that were not adopted count as adopted", "aggregation/book.py",
-           "            if own.adopted:\n                self._put(residual", "            if True:\n                self._put(residual", 0),
+           "            if own.adopted:\n                self._put(residual",
+           "            if True:\n                self._put(residual", 0),
     Mutant("a settled update forgets that it was adopted", "aggregation/book.py",
            "            if own is None or not own.adopted:\n", "            if own is None or own.adopted:\n", 0),
     Mutant("an own update is not journaled", "node/store/journal.py",
@@ -81,7 +82,8 @@ MUTANTS = [
     Mutant("a second header under one dot is no proof", "node/swarm/updates.py",
            "            self._equivocation(first, header)\n", "            pass\n", 0, "equivocate"),
     Mutant("own dots of a downloaded state are not adopted", "node/swarm/rounds.py",
-           "                    book.adopt(update.dot)\n        self.log = build_log", "                    pass\n        self.log = build_log", 0),
+           "                    book.adopt(update.dot)\n        self.log = build_log",
+           "                    pass\n        self.log = build_log", 0),
     Mutant("the version vector is not part of the state", "node/swarm/state.py",
            "        vector=advance_vector(state.vector, [header for header, _ in updates]),\n",
            "        vector=state.vector,\n", 0),

@@ -98,6 +98,7 @@ class Swarm:
     chain_of_download: list[Commit] = field(default_factory=list)
     asked: list[tuple[str, CommitRequest]] = field(default_factory=list)
     downloaded: list[tuple[list[str], str]] = field(default_factory=list)
+    kept: list[Commit] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     faults: list[PeerFault] = field(default_factory=list)
@@ -109,9 +110,13 @@ class Swarm:
             summaries=lambda: dict(self.shown),
             download=self._download,
             records=self._records,
+            keep_records=self._keep_records,
             say=lambda event, **k: self.said.append(event),
             conflicts_seen=self.conflicts.append,
         )
+
+    async def _keep_records(self, commits: list[Commit]) -> None:
+        self.kept = commits
 
     def show(self, peer: str, chain: list[Commit], *, answers: bool = True) -> None:
         self.shown[peer] = Summary(round=chain[-1].round, lineage=tip(chain))
