@@ -129,6 +129,16 @@ class Chains:
                 lacking.append(record.header)
         return lacking
 
+    def weight_beyond(self, theirs: VersionVector) -> int:
+        """Weight of kept updates that a peer with this vector lacks: one side's concurrent weight (heal.py)."""
+        weight = 0
+        for key, (top, _) in self._tops.items():
+            seq = theirs.seq(*key)
+            if seq < top:
+                chain = self._chains[key]
+                weight += sum(record.header.weight for record in chain.records[max(0, seq - chain.floor[0]) :])
+        return weight
+
     def compacted_for(self, theirs: VersionVector) -> list[Key]:
         """Chains whose next update a peer with this vector cannot get here any more: it needs a snapshot."""
         return [key for key, chain in self._chains.items() if theirs.seq(*key) < chain.floor[0]]

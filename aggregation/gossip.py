@@ -213,6 +213,10 @@ class UpdateLog:
         """Headers that a peer with this vector can add, in order, up to about `bytes_max` (`Chains.lacks`)."""
         return self._chains.lacks(theirs, bytes_max)
 
+    def weight_beyond(self, theirs: VersionVector) -> int:
+        """Weight of what a peer with this vector lacks, as far as it is kept (`Chains.weight_beyond`)."""
+        return self._chains.weight_beyond(theirs)
+
     def compacted_for(self, theirs: VersionVector) -> list[Key]:
         """Chains of which a peer with this vector needs a snapshot (`Chains.compacted_for`)."""
         return self._chains.compacted_for(theirs)

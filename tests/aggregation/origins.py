@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from shoal.aggregation.compress import Compression, encode
-from shoal.aggregation.contributions import GossipRules
+from shoal.aggregation.contributions import Contributions, GossipRules
 from shoal.aggregation.forks import head_of
 from shoal.aggregation.gossip import UpdateLog, Verdict
 from shoal.protocol.ballot_messages import Encoding, Header, parse_header
@@ -18,6 +20,7 @@ THETA0 = np.linspace(-1.0, 1.0, D, dtype=np.float32)
 Update = tuple[Header, bytes]
 
 
+@lru_cache(4096)
 def update(
     peer: str = "ada",
     seq: int = 1,
@@ -67,8 +70,12 @@ def chain(
     return updates
 
 
+_SHARED = Contributions(D, RULES)
+
+
 def new_log(rules: GossipRules = RULES) -> UpdateLog:
-    return UpdateLog(THETA0, rules)
+    shared = _SHARED.serve(D, rules)
+    return UpdateLog(THETA0, rules, _SHARED if shared else None)
 
 
 def log_of(*chains: list[Update], rules: GossipRules = RULES) -> UpdateLog:
