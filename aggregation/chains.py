@@ -147,10 +147,12 @@ class Chains:
         """(key, seq) where our head is another than theirs: to be bisected. Where their chain is the longer one, only they
         can see it, in our vector."""
         found: list[tuple[Key, int]] = []
-        for key, (seq, head) in theirs.entries.items():
-            ours = self.head_at(key, seq)
-            if ours is not None and ours != head:
-                found.append((key, seq))
+        for key, top in theirs.entries.items():
+            if top == self._tops.get(key):
+                continue
+            ours = self.head_at(key, top[0])
+            if ours is not None and ours != top[1]:
+                found.append((key, top[0]))
         return found
 
     # ------------------------------------------------------------------------------------------------ changes

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.aggregation.forks import Bisection, Fork
 from shoal.aggregation.gossip import UpdateLog, Verdict
+from shoal.aggregation.stability import Stability
 from shoal.protocol.version import VersionVector
 
 from .origins import RULES, THETA0, Update, chain, log_of, new_log, offer, pull, state, up_to
@@ -165,3 +166,102 @@ def test_order_of_proofs_frontiers_and_updates_does_not_matter(
     assert log.frozen == {ADA: stays}
     assert log.frontier == frontier
     assert not log.behind
+
+
+class Peer:
+    """A log, its part in stability, and as much of an exchange as the laws need: no wire, no time."""
+
+    def __init__(self, name: str, members: frozenset[str]) -> None:
+        self.name, self.members = name, members
+        self.log = new_log()
+        self.stability = Stability(name, lambda key, seq: self.log.head_at(key, seq))
+        self.durable = self.log.vector
+        self.snapshots = 0
+
+    def save(self) -> None:
+        self.durable = self.log.vector
+        self.adopt(self.stability.mine(self.durable, self.log.frontier, self.members))
+
+    def adopt(self, final: VersionVector | None) -> None:
+        while final is not None:
+            self.log.advance(final)
+            final = self.stability.mine(self.durable, self.log.frontier, self.members)
+
+    def learn(self, fork: Fork) -> None:
+        if self.log.retract(fork).dots:
+            self.adopt(self.stability.mine(self.durable, self.log.frontier, self.members))
+
+    def take_snapshot(self, other: Peer) -> None:
+        """The other's state, and ours on top as far as it goes."""
+        old, self.log = self.log, UpdateLog.from_snapshot(THETA0, RULES, other.log.snapshot().to_parts())
+        for fork in old.proofs.values():
+            self.log.retract(fork)
+        pull(self.log, old)
+        self.snapshots += 1
+        self.save()
+
+    def meet(self, other: Peer) -> None:
+        for one, two in ((self, other), (other, self)):
+            for fork in one.log.proofs.values():
+                two.learn(fork)
+        for one, two in ((self, other), (other, self)):
+            for key, seq in one.log.disagreements(two.log.vector):
+                search = Bisection(0, seq)
+                while (at := search.question) is not None:
+                    search.answer(one.log.head_at(key, at), two.log.head_at(key, at))
+                headers = [peer.log.header_at(key, search.first) for peer in (one, two)]
+                if headers[0] is not None and headers[1] is not None:
+                    fork = Fork(headers[0], headers[1])
+                    one.learn(fork)
+                    two.learn(fork)
+        for one, two in ((self, other), (other, self)):
+            if two.log.compacted_for(one.log.vector) or two.log.frontier.entries.items() & one.log.behind.items():
+                one.take_snapshot(two)
+            pull(one.log, two.log)
+        for one, two in ((self, other), (other, self)):
+            one.adopt(one.stability.merge(two.stability.view))
+
+
+@given(st.integers(2, 6), st.booleans(), st.booleans(), seeds)
+def test_a_swarm_with_an_equivocator_ends_with_the_same_bits(
+    size: int, forgetting: bool, two_forks: bool, seed: int
+) -> None:
+    """Updates, forks, saves and contacts in any order, and perhaps a peer that the others forget for a while."""
+    rng = random.Random(seed)
+    names = [f"member{i}" for i in range(size)]
+    peers = [Peer(name, frozenset(names[:-1] if forgetting else names)) for name in names]
+    honest = {name: chain(name, 4) for name in names}
+    whole = chain("ada", 5)
+    variants = [whole, chain("ada", 3, seed=1, after=whole[: rng.randint(0, 4)])]
+    if two_forks:
+        variants.append(chain("ada", 3, seed=2, after=whole[: rng.randint(0, 4)]))
+    given_out = dict.fromkeys(names, 0)
+    for _ in range(40):
+        peer = rng.choice(peers)
+        if rng.random() < 0.3:
+            offer(peer.log, rng.choice(variants)[: rng.randint(1, 8)])
+        elif given_out[peer.name] < 4:
+            made = honest[peer.name][given_out[peer.name]]
+            given_out[peer.name] += 1
+            peer.log.add(*made)
+        if rng.random() < 0.5:
+            peer.save()
+        awake = peers[:-1] if forgetting and size > 2 and rng.random() < 0.9 else peers
+        one, two = rng.sample(awake, 2)
+        one.meet(two)
+    for _ in range(6):
+        for peer in rng.sample(peers, size):
+            peer.meet(rng.choice([other for other in peers if other is not peer]))
+            peer.save()
+    for _ in range(3):
+        for one in peers:
+            for two in peers:
+                if one is not two:
+                    one.meet(two)
+    assert len({state(peer.log) for peer in peers}) == 1
+    for name in names:
+        assert peers[0].log.vector.seq(name, 0) == given_out[name]
+    kept = peers[0].log.vector.seq(*ADA)
+    candidates = [variant[:kept] for variant in variants if len(variant) >= kept]
+    expected = [state(log_of(*(honest[name][: given_out[name]] for name in names), part)) for part in candidates]
+    assert state(peers[0].log) in expected
