@@ -43,15 +43,22 @@ class QuadraticConfig(Table):
 class SyncConfig(Table):
     """When rounds close and how updates are merged."""
 
-    mode: Literal["ring"] = "ring"
-    """"ring": synchronous rounds, each one decree that all agree on."""
+    mode: Literal["ring", "gossip"] = "ring"
+    """"ring": synchronous rounds, each one decree that all agree on. "gossip": everybody publishes when it has something,
+    and all sums are alike once all have everything; no round waits for anybody, and more peers take part."""
+    gossip_seconds: float = Field(default=10.0, gt=0, le=3600)
+    """Gossip: a peer exchanges with a random other this often, besides on news. Shorter mends losses sooner, sends more."""
+    gossip_fanout: int = Field(default=3, ge=1, le=64)
+    """Gossip: peers that news is passed on to. More reach everybody sooner and send more small messages."""
+    step_max: float = Field(default=0.0, ge=0)
+    """Gossip: an update whose scale times norm is above this is void; 0 means no limit."""
     target_samples: int = Field(default=4096, ge=1)
-    """A round closes when all peers together have scored so many completions. Fewer: more, shorter rounds and more
-    traffic; sparse exchange likes them."""
+    """A round closes when all peers together have scored so many completions (in gossip mode: a peer publishes when it has
+    scored so many itself). Fewer: more, shorter rounds and more traffic; sparse exchange likes them."""
     round_seconds_max: float = Field(default=300.0, gt=0, le=86_400)
     """It closes after this time in any case, so that a target never reached does not stall the run."""
     rounds_max: int = Field(default=0, ge=0)
-    """The run ends after so many rounds; 0 means never."""
+    """The run ends after so many rounds (in gossip mode: a peer's own updates); 0 means never."""
     outer: Literal["sgd", "nesterov"] = "sgd"
     """Outer optimizer. "sgd" with rate 1 is averaging, best for RL; "nesterov" is for long runs."""
     outer_lr: float = Field(default=1.0, gt=0, le=10)

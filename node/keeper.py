@@ -69,11 +69,13 @@ class Keeper:
         rounds_max: int,
         extra: Callable[[], dict[str, Any]],
         say: Callable[..., None],
+        more: Callable[[], dict[str, np.ndarray | bytes]] = lambda: {},
     ) -> None:
+        """`more`: arrays that a checkpoint holds beside the book's."""
         self._data, self._checkpoints, self._commits = data, checkpoints, commits
         self._journal, self._store, self._book, self._learner = journal, store, book, learner
         self._evaluate_every, self._rounds_max = evaluate_every, rounds_max
-        self._extra, self._say = extra, say
+        self._extra, self._say, self._more = extra, say, more
         self.evaluation: dict[str, float] = {}
         self.last_commit = b""
         self.trouble = ""
@@ -113,7 +115,13 @@ class Keeper:
     def checkpoint(self, state: SharedState) -> None:
         """Write one now. Raises OSError."""
         self._checkpoints.save(
-            Checkpoint(state, self.last_commit, self._book.to_arrays(), self._learner.snapshot(), self._extra())
+            Checkpoint(
+                state,
+                self.last_commit,
+                {**self._book.to_arrays(), **self._more()},
+                self._learner.snapshot(),
+                self._extra(),
+            )
         )
 
     def _settle(self, state: SharedState) -> None:

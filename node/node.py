@@ -21,7 +21,6 @@ from ..aggregation.compress import Sparse
 from ..aggregation.compress import decode as decode_update
 from ..protocol.ballot_messages import Commit, Encoding, Header, parse_header
 from ..protocol.ballot_wire import decode_header, encode_commit
-from ..protocol.commit import CommitLog
 from ..protocol.deadlines import Deadlines
 from ..protocol.discovery import PeerCache, announceable
 from ..protocol.errors import ExitCode, PeerFault, ShoalError
@@ -33,6 +32,7 @@ from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Welcome
 from . import learners
 from .config import Config
 from .entry import Entry
+from .gossip_mode import log_parts, make_gossip, new_log, restored_log
 from .host import Host, Show
 from .keeper import Keeper, rebook
 from .ring_mode import decode_records, load_log, make_members, make_rounds
@@ -41,6 +41,7 @@ from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir
 from .store.journal import Journal, JournalFull, OwnUpdate
+from .swarm.gossip import Gossip
 from .swarm.local_work import Work
 from .swarm.manifest import make_genesis, serve_manifest
 from .swarm.members import Members
@@ -103,7 +104,8 @@ class Node:
         self.nearby: dict[str, list[str]] = {}
         self.warnings: list[str] = []
         self.warmup: dict[str, float] = {}
-        self.rounds: Rounds | None = None
+        self.rounds: Rounds | Gossip | None = None
+        self.theta0: np.ndarray | None = None  # gossip mode: what all sums start from
         self.members: Members | None = None
         self.closers: list[Callable[[], Any]] = []
         self._owned: list[asyncio.Task[Any]] = []
@@ -348,7 +350,7 @@ class Node:
             d=d,
             compression=self.compression,
             bytes_max=node.updates_bytes_max,
-            equivocation=self._equivocation,
+            equivocation=self.equivocation,
             folder=self.data.updates,
             disk=self.host.disk,
         )
@@ -368,6 +370,7 @@ class Node:
             rounds_max=self.config.run.sync.rounds_max,
             extra=lambda: {"deadlines": self.deadlines.snapshot(), "traffic": self.traffic(), "warmup": self.warmup},
             say=self.say,
+            more=lambda: log_parts(self.update_log, self.theta0) if self.theta0 is not None else {},
         )
 
     # ------------------------------------------------------------------------------------------------ running
@@ -378,8 +381,7 @@ class Node:
             await self.clock.run(lambda: self._restore(checkpoint))
         else:
             await self.clock.run(self._first_save)
-        log = load_log(self.commit_file.records, self.state, self.run_)
-        self._make_rounds(log)
+        self._make_rounds()
         assert self.rounds is not None and self.members is not None
         self.own(self.members.run())
         self.own(self._care())
@@ -398,9 +400,17 @@ class Node:
             await self._leave_when_finished(rounds)
         await rounds
 
-    def _make_rounds(self, log: CommitLog) -> None:
+    @property
+    def gossips(self) -> bool:
+        """Whether the run is in gossip mode."""
+        return self.config.run.sync.mode == "gossip"
+
+    def _make_rounds(self) -> None:
         self.members = make_members(self)
-        self.rounds = make_rounds(self, log)
+        if self.gossips:
+            self.rounds = make_gossip(self, self.update_log)
+        else:
+            self.rounds = make_rounds(self, load_log(self.commit_file.records, self.state, self.run_))
         self.mesh.serve("State", StateServer(self.clock, self._served_state).serve)
 
     async def _leave_when_finished(self, rounds: asyncio.Task[Any]) -> None:
@@ -419,6 +429,9 @@ class Node:
 
     def _first_save(self) -> None:
         self.learner.load(self.state.theta)
+        if self.gossips:
+            self.theta0 = self.state.theta
+            self.update_log = new_log(self, self.theta0)
         self.keeper.checkpoint(self.state)
         if self.state.round == 0:
             self.keeper.record(self.state, None, None, None, self.traffic())
@@ -433,6 +446,8 @@ class Node:
         self.learner.load(self.state.theta)
         if checkpoint.learner:
             self.learner.restore(dict(checkpoint.learner))
+        if self.gossips:
+            self.update_log, self.theta0 = restored_log(self, checkpoint.book)
         self._make_keeper()
         self.keeper.last_commit = checkpoint.commit
         for update in rebook(self.book, self.journal.updates, self._decoded):
@@ -479,8 +494,24 @@ class Node:
             self.members.set_speed(work.result.weight / work.seconds)
         return not self.keeper.trouble
 
-    def _served_state(self) -> tuple[SharedState, Any]:
+    async def save_gossip(self, work: Work | None) -> bool:
+        """Make gossip mode's log, book and learner durable, and record what was trained. Whether it succeeded."""
         assert self.rounds is not None
+        state, traffic = self.rounds.state, self.traffic()
+        await self.clock.run(lambda: self._save_gossip(state, work, traffic))
+        if work is not None and work.seconds > 0 and self.members is not None:
+            self.members.set_speed(work.result.weight / work.seconds)
+        return not self.keeper.trouble
+
+    def _save_gossip(self, state: SharedState, work: Work | None, traffic: dict[str, int]) -> None:
+        self.keeper.save(state, None, None, work, traffic)
+        self.keeper.record(state, None, None, work, traffic)
+
+    def _served_state(self) -> tuple[SharedState, Any]:
+        if self.theta0 is not None:  # gossip mode: where all begin; the updates come by themselves
+            assert self.run_.genesis is not None
+            return self.entry.genesis_state(self.theta0, self.run_.origin()[1]), None
+        assert isinstance(self.rounds, Rounds)
         record = self.rounds.log.get(self.rounds.state.lineage)
         return self.rounds.state, record.checked if record else None
 
@@ -544,7 +575,7 @@ class Node:
         else:
             self.rounds.on_message(peer, envelope)
 
-    def _equivocation(self, first: Header, second: Header) -> None:
+    def equivocation(self, first: Header, second: Header) -> None:
         """Two headers under one dot: proof of a faulty peer. Bans it here and spreads the proof."""
         notice = BanNotice(
             peer=first.dot.peer,
@@ -562,6 +593,8 @@ class Node:
         self._ban(notice)
 
     def _ban(self, notice: BanNotice) -> None:
+        if isinstance(self.rounds, Gossip):
+            self.rounds.on_proof(*(decode_header(s, self.run_.id) for s in (notice.first, notice.second)))
         if self.mesh.ban(notice.peer, notice.reason, notice.SerializeToString()):
             self.warn(f"banned {notice.peer}: {notice.reason}")
             self._save_cache()
@@ -656,7 +689,7 @@ class Node:
         """Frame bytes sent, by purpose; goes on counting over restarts from the last checkpoint."""
         sent = self.mesh.traffic.sent
         now = {
-            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"],
+            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"] + sent["Gossip"],
             "control": sent["Control"],
             "state": sent["State"] + sent["Manifest"],
         }

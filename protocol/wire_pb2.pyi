@@ -401,7 +401,7 @@ class Commit(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., value: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("swim", "convene", "join", "roster", "holding", "propose", "vote", "commit", "commit_request", "ban")
+    __slots__ = ("swim", "convene", "join", "roster", "holding", "propose", "vote", "commit", "commit_request", "ban", "gossip_news")
     SWIM_FIELD_NUMBER: _ClassVar[int]
     CONVENE_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +412,7 @@ class Envelope(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     BAN_FIELD_NUMBER: _ClassVar[int]
+    GOSSIP_NEWS_FIELD_NUMBER: _ClassVar[int]
     swim: Swim
     convene: Convene
     join: Signed
@@ -422,7 +423,8 @@ class Envelope(_message.Message):
     commit: Commit
     commit_request: CommitRequest
     ban: BanNotice
-    def __init__(self, swim: _Optional[_Union[Swim, _Mapping]] = ..., convene: _Optional[_Union[Convene, _Mapping]] = ..., join: _Optional[_Union[Signed, _Mapping]] = ..., roster: _Optional[_Union[Signed, _Mapping]] = ..., holding: _Optional[_Union[Holding, _Mapping]] = ..., propose: _Optional[_Union[Signed, _Mapping]] = ..., vote: _Optional[_Union[Signed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_request: _Optional[_Union[CommitRequest, _Mapping]] = ..., ban: _Optional[_Union[BanNotice, _Mapping]] = ...) -> None: ...
+    gossip_news: GossipNews
+    def __init__(self, swim: _Optional[_Union[Swim, _Mapping]] = ..., convene: _Optional[_Union[Convene, _Mapping]] = ..., join: _Optional[_Union[Signed, _Mapping]] = ..., roster: _Optional[_Union[Signed, _Mapping]] = ..., holding: _Optional[_Union[Holding, _Mapping]] = ..., propose: _Optional[_Union[Signed, _Mapping]] = ..., vote: _Optional[_Union[Signed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_request: _Optional[_Union[CommitRequest, _Mapping]] = ..., ban: _Optional[_Union[BanNotice, _Mapping]] = ..., gossip_news: _Optional[_Union[GossipNews, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("after_round", "lineage")
@@ -431,6 +433,12 @@ class CommitRequest(_message.Message):
     after_round: int
     lineage: bytes
     def __init__(self, after_round: _Optional[int] = ..., lineage: _Optional[bytes] = ...) -> None: ...
+
+class GossipNews(_message.Message):
+    __slots__ = ("tops",)
+    TOPS_FIELD_NUMBER: _ClassVar[int]
+    tops: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    def __init__(self, tops: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
 
 class BanNotice(_message.Message):
     __slots__ = ("peer", "reason", "first", "second")
@@ -551,6 +559,29 @@ class ManifestReply(_message.Message):
     layout_hash: bytes
     genesis: Signed
     def __init__(self, manifest: _Optional[bytes] = ..., base_hash: _Optional[bytes] = ..., layout_hash: _Optional[bytes] = ..., genesis: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
+
+class GossipHello(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
+
+class GossipWant(_message.Message):
+    __slots__ = ("ranges",)
+    class Range(_message.Message):
+        __slots__ = ("peer", "incarnation", "first", "last")
+        PEER_FIELD_NUMBER: _ClassVar[int]
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        FIRST_FIELD_NUMBER: _ClassVar[int]
+        LAST_FIELD_NUMBER: _ClassVar[int]
+        peer: str
+        incarnation: int
+        first: int
+        last: int
+        def __init__(self, peer: _Optional[str] = ..., incarnation: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[GossipWant.Range]
+    def __init__(self, ranges: _Optional[_Iterable[_Union[GossipWant.Range, _Mapping]]] = ...) -> None: ...
 
 class Genesis(_message.Message):
     __slots__ = ("founder", "state_hash", "lineage")

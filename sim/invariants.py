@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..node.swarm.gossip import Gossip
 from ..protocol import limits
 from .ledger import Ledger
 
@@ -97,6 +98,10 @@ class Checkers:
     def _look_at_state(self, peer: Peer) -> None:
         node = peer.node
         assert node is not None and node.rounds is not None
+        if isinstance(node.rounds, Gossip):
+            for text in self.ledger.gossip(node.rounds.state, node.rounds.log, node.theta0):
+                self.broken(1, peer.name, text)
+            return
         state, log = node.rounds.state, node.rounds.log
         if state.round == 0:
             self.ledger.root(state)
@@ -151,6 +156,9 @@ class Checkers:
         record = self.ledger.of(node.identity.peer_id)
         if record.sums and not np.array_equal(record.sums[-1], parts["learned"]):
             self.broken(3, peer.name, "the book does not hold all that the learner learned")
+        if isinstance(node.rounds, Gossip):
+            self._look_at_gossip_book(peer, parts["adopted"])
+            return
         version = self.ledger.versions.get(node.rounds.state.lineage)
         if version is not None:
             held = version.adopted_of(peer.peer_id, peer.first_incarnation, node.learner.layout.size)
@@ -158,6 +166,19 @@ class Checkers:
                 self.broken(
                     3, peer.name, f"round {node.rounds.state.round}: own adopted mass is not what the state holds"
                 )
+
+    def _look_at_gossip_book(self, peer: Peer, adopted: np.ndarray) -> None:
+        """What counts as adopted is what the log holds of own updates."""
+        node = peer.node
+        assert node is not None and node.rounds is not None
+        held = np.zeros(node.learner.layout.size, np.int64)
+        for dot, by_hash in self.ledger.said.items():
+            if dot.peer == peer.peer_id and dot.incarnation >= peer.first_incarnation:
+                (said,) = by_hash.values()
+                if node.rounds.state.vector.includes(dot) and said.fixed is not None:
+                    held[said.fixed[0]] += said.fixed[1]
+        if not np.array_equal(adopted, held):
+            self.broken(3, peer.name, "own adopted mass is not what the log holds")
 
     def look_at_restart(self, peer: Peer) -> None:
         """A new process: its books go on from a sum that the learner once came to, at or above what was published."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..aggregation.book import to_fixed
 from ..aggregation.compress import Compression, decode
+from ..aggregation.gossip import UpdateLog
 from ..node.config import SyncConfig
 from ..node.learner import LocalResult, StepStats
 from ..node.learners import NodeLearner
@@ -125,6 +126,8 @@ class Ledger:
         self.versions: dict[bytes, Version] = {}  # by lineage
         self.decided: dict[bytes, dict[bytes, tuple[bool, frozenset[str]]]] = {}  # base → lineage → (split, signers)
         self.lost: set[str] = set()  # peers that have lost their disk
+        self.gossiped: dict[bytes, bytes] = {}  # gossip mode: version → state hash
+        self._summed: set[bytes] = set()
 
     def of(self, peer: str) -> Learned:
         return self.learned.setdefault(peer, Learned())
@@ -208,6 +211,35 @@ class Ledger:
         if sync.outer != "sgd" and value.updates and outer is not None and not np.array_equal(outer, after.outer):  # type: ignore[arg-type]
             return [f"round {value.round}: the outer buffer is not what the merge gives"]
         return []
+
+    def gossip(self, state: SharedState, log: UpdateLog, theta0: np.ndarray | None) -> list[str]:
+        """A node in gossip mode has this state. Recomputed number by number the first time that a version is seen."""
+        known = self.gossiped.setdefault(state.lineage, state.hash)
+        if known != state.hash:
+            return [f"version {state.lineage.hex()[:12]}: hashes {known.hex()[:12]} and {state.hash.hex()[:12]}"]
+        if state.lineage in self._summed or theta0 is None:
+            return []
+        self._summed.add(state.lineage)
+        total = [0] * theta0.size
+        for dot, by_hash in self.said.items():
+            if not state.vector.includes(dot):
+                continue
+            header = log.header_at((dot.peer, dot.incarnation), dot.seq)
+            said = by_hash.get(header.update_hash) if header is not None else None
+            if said is None:
+                return [f"{dot} is included and nobody ever said it so"]
+            if said.values is None:
+                continue
+            terms = [said.header.scale * float(v) for v in said.values[1]]
+            if all(abs(term) < 1.0 for term in terms):
+                for index, term in zip(said.values[0].tolist(), terms, strict=True):
+                    total[index] += round(term * reference.UNITS)
+        wanted = np.array([np.float32(float(t) - s / reference.UNITS) for t, s in zip(theta0, total, strict=True)])
+        if not np.array_equal(wanted.astype(np.float32), state.theta):
+            return [f"version {state.lineage.hex()[:12]} is not the sum of what it includes"]
+        included = sum(seq for seq, _ in state.vector.entries.values())
+        said_of = sum(state.vector.includes(dot) for dot in self.said)
+        return [] if included == said_of else [f"{included} updates are included, {said_of} were said"]
 
     def forks(self) -> list[str]:
         """Rounds decided twice on one base, neither marked split.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...aggregation.book import Book
-from ...aggregation.compress import Compression, Sparse, decode, encode
+from ...aggregation.compress import Compression, Sparse, decode, encode, max_payload_bytes
 from ...protocol.ballot_messages import Encoding, Header, parse_header
 from ...protocol.identity import Identity
 from ...protocol.signing import sign_body
@@ -57,11 +57,13 @@ class LocalWork:
         shards: Callable[[], tuple[int, ...]],
         dense: Callable[[int], bool] = lambda electorate: False,
         check_life: Callable[[], None] = lambda: None,
+        scale: Callable[[SharedState, LocalResult], float] = lambda state, result: 0.0,
         step_cost_s: float = 0.0,
     ) -> None:
         """
         Args:
             dense: whether an electorate of this size exchanges densely.
+            scale: of the update, signed with it, in gossip mode; 0 in ring mode.
             check_life: starts a new incarnation where one is due, or raises JournalFull.
             step_cost_s: virtual seconds of one inner step.
         """
@@ -75,11 +77,16 @@ class LocalWork:
         self._compression = compression
         self._dense = dense
         self._shards = shards
-        self._check_life = check_life
+        self._check_life, self._scale = check_life, scale
         self._step_cost_s = step_cost_s
         self.encode, self.decode = encode, decode  # by name, so that a simulated liar can have its own
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest sparse payload of this run."""
+        return max_payload_bytes(self.book.d, self._compression)
 
     def open(self) -> None:
         """A new round: a stop that was meant for the last one is over."""
@@ -149,6 +156,7 @@ class LocalWork:
                 encoding=encoding.value,  # pyright: ignore[reportArgumentType]
                 payload_hash=sha256(payload),
                 payload_size=len(payload),
+                scale=self._scale(state, work.result),
             )
             header = parse_header(sign_body(self._identity, "update", "origin", self._run_id, wire.SerializeToString()))
             headers.append(header)
