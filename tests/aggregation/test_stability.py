@@ -131,6 +131,15 @@ def test_what_was_retracted_since_it_was_saved_is_not_vouched_for() -> None:
     assert not early.log.frontier.entries
 
 
+def test_a_retracted_top_is_not_offered_to_the_next_epoch() -> None:
+    whole, bob = chain("ada", 2), chain("bob", 1)
+    one, two = swarm(log_of(whole, bob), log_of(whole, bob))
+    one.log.retract(Fork(whole[1][0], chain("ada", 1, seed=1, after=whole[:1])[-1][0]))
+    final = one.stability.merge(two.stability.view)
+    assert final is not None and set(final.entries) == {("bob", 0)}
+    assert one.stability.view.epoch == 1 and ("ada", 0) not in one.stability.view.entries
+
+
 def test_who_missed_the_end_of_an_epoch_learns_it_from_the_next() -> None:
     ada = chain("ada", 3)
     one, two, three = swarm(*(log_of(ada[:1]) for _ in range(3)))
