@@ -14,7 +14,7 @@ import numpy as np
 
 from ..node.swarm.gossip import Gossip
 from ..protocol import limits
-from .ledger import Ledger
+from .ledger import SUMMED_EVERY, Ledger
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -171,6 +171,8 @@ class Checkers:
         """What counts as adopted is what the log holds of own updates."""
         node = peer.node
         assert node is not None and node.rounds is not None
+        if node.rounds.state.lineage[0] % SUMMED_EVERY:
+            return
         held = np.zeros(node.learner.layout.size, np.int64)
         for dot, by_hash in self.ledger.said.items():
             if dot.peer == peer.peer_id and dot.incarnation >= peer.first_incarnation:
@@ -217,6 +219,11 @@ class Checkers:
     def conclude(self) -> None:
         """What can only be said when all faults are over."""
         self.look()
+        for peer in self._sim.peers:
+            node = peer.node
+            if node is not None and isinstance(node.rounds, Gossip) and not peer.byzantine:
+                for text in self.ledger.gossip(node.rounds.state, node.rounds.log, node.theta0, always=True):
+                    self.broken(1, peer.name, text)
         self.look_at_books()
         self.look_at_limits()
         if self.forked and not self._sim.conflicts_logged():

@@ -96,6 +96,7 @@ class Said:
     header: Header
     fixed: tuple[np.ndarray | None, np.ndarray] | None  # indices (None: dense) and int64 values; None: not decodable
     values: Values = None  # sparse ones as decoded
+    term: tuple[np.ndarray, np.ndarray] | None = None  # gossip mode: indices and int64 contributions; None: void
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,10 @@ class Version:
             if origin == peer and incarnation >= since:
                 total += mass
         return total
+
+
+# A version's sum is recomputed for one in so many: every update makes one.
+SUMMED_EVERY = 16
 
 
 class Ledger:
@@ -148,7 +153,7 @@ class Ledger:
                 fixed = (sparse.indices, to_fixed(sparse.values))
             except Exception:
                 fixed = None
-        by_hash[header.update_hash] = Said(header, fixed, values)
+        by_hash[header.update_hash] = Said(header, fixed, values, reference.term(header.scale, values))
 
     def root(self, state: SharedState) -> None:
         """The genesis."""
@@ -212,15 +217,18 @@ class Ledger:
             return [f"round {value.round}: the outer buffer is not what the merge gives"]
         return []
 
-    def gossip(self, state: SharedState, log: UpdateLog, theta0: np.ndarray | None) -> list[str]:
-        """A node in gossip mode has this state. Recomputed number by number the first time that a version is seen."""
+    def gossip(
+        self, state: SharedState, log: UpdateLog, theta0: np.ndarray | None, *, always: bool = False
+    ) -> list[str]:
+        """A node in gossip mode has this state. One version in SUMMED_EVERY (`always`: each) is summed again."""
         known = self.gossiped.setdefault(state.lineage, state.hash)
         if known != state.hash:
             return [f"version {state.lineage.hex()[:12]}: hashes {known.hex()[:12]} and {state.hash.hex()[:12]}"]
-        if state.lineage in self._summed or theta0 is None:
+        due = always or state.lineage[0] % SUMMED_EVERY == 0
+        if not due or state.lineage in self._summed or theta0 is None:
             return []
         self._summed.add(state.lineage)
-        total = [0] * theta0.size
+        total = np.zeros(theta0.size, np.int64)
         for dot, by_hash in self.said.items():
             if not state.vector.includes(dot):
                 continue
@@ -228,13 +236,10 @@ class Ledger:
             said = by_hash.get(header.update_hash) if header is not None else None
             if said is None:
                 return [f"{dot} is included and nobody ever said it so"]
-            if said.values is None:
-                continue
-            terms = [said.header.scale * float(v) for v in said.values[1]]
-            if all(abs(term) < 1.0 for term in terms):
-                for index, term in zip(said.values[0].tolist(), terms, strict=True):
-                    total[index] += round(term * reference.UNITS)
-        wanted = np.array([np.float32(float(t) - s / reference.UNITS) for t, s in zip(theta0, total, strict=True)])
+            if said.term is not None:
+                total[said.term[0]] += said.term[1]
+        pairs = zip(theta0.tolist(), total.tolist(), strict=True)
+        wanted = np.array([np.float32(t - s / reference.UNITS) for t, s in pairs])
         if not np.array_equal(wanted.astype(np.float32), state.theta):
             return [f"version {state.lineage.hex()[:12]} is not the sum of what it includes"]
         included = sum(seq for seq, _ in state.vector.entries.values())

@@ -55,3 +55,13 @@ def merge(
         step = gradient + sync.outer_momentum * float(moved)
         new.append(np.float32(float(theta[i]) - sync.outer_lr * step))
     return np.array(new, np.float32), np.array(buffer, np.float32) if buffer else None
+
+
+def term(scale: float, values: Values) -> tuple[np.ndarray, np.ndarray] | None:
+    """What a gossiped update adds to the sum: indices and int64 contributions; None when it is void."""
+    if values is None or not scale:
+        return None
+    scaled = [scale * float(value) for value in values[1]]
+    if not all(abs(one) < 1.0 for one in scaled):
+        return None
+    return values[0], np.array([round(one * UNITS) for one in scaled], np.int64)

@@ -24,10 +24,11 @@ PEERS_MAX = 12
 DIMENSION_MAX = 64
 
 
-def random_simulation(seed: int, *, byzantine: str | None = None) -> Simulation:
+def random_simulation(seed: int, *, byzantine: str | None = None, mode: str = "ring") -> Simulation:
     """The simulation of one seed, ready to run.
 
     Args:
+        mode: "ring" or "gossip".
         byzantine: a kind of byzantine.py: the last of at least four peers lies from the start.
     """
     rng = random.Random(f"shoal.sim schedule {seed}")
@@ -45,6 +46,15 @@ def random_simulation(seed: int, *, byzantine: str | None = None) -> Simulation:
         },
         "membership": {"preset": rng.choice(["local", "lan"])},
     }
+    if mode == "gossip":
+        run["sync"] |= {
+            "mode": "gossip",
+            "target_samples": rng.choice([32, 64, 128]),
+            "gossip_seconds": rng.choice([2.0, 5.0]),
+            "gossip_fanout": rng.choice([1, 3]),
+            "exchange": "auto",
+            "outer": "sgd",
+        }
     low = rng.choice([0.2, 2.0, 20.0])
     link = Link(
         latency_ms=(low, low * rng.uniform(1.0, 5.0)),
@@ -123,9 +133,9 @@ def random_fault(rng: random.Random, peers: tuple[str, ...], end: float) -> list
     return []
 
 
-def run_random(seed: int, *, byzantine: str | None = None, stride: int = 1) -> Report:
+def run_random(seed: int, *, byzantine: str | None = None, stride: int = 1, mode: str = "ring") -> Report:
     """Run one seed. The report's violations also hold what only the end can show: no common state, or no more rounds."""
-    sim = random_simulation(seed, byzantine=byzantine)
+    sim = random_simulation(seed, byzantine=byzantine, mode=mode)
     return sim.run(until_s=sim.fault_end_s, settle_s=SETTLE_SECONDS, stride=stride, must_settle=True)
 
 

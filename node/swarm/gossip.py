@@ -127,8 +127,8 @@ class Gossip:
     @property
     def state(self) -> SharedState:
         """The shared state as the log has it now. Its round is the number of updates included."""
-        cached = self._shared
-        if cached is None or cached[0] != self.log.version:
+        cached, now = self._shared, self.log.digest + self.log.base
+        if cached is None or cached[0] != now:
             vector = self.log.vector
             made = SharedState.make(
                 theta=self.log.theta,
@@ -139,7 +139,7 @@ class Gossip:
                 electorate=(),
                 total_weight=self.log.total_weight,
             )
-            self._shared = cached = (self.log.version, made)
+            self._shared = cached = (now, made)
         return cached[1]
 
     @property
