@@ -83,6 +83,10 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+# Handlers that were given up may take so long to end when the transport closes.
+CLOSE_SECONDS = 1.0
+
+
 class _Counter:
     sent = 0
     received = 0
@@ -236,7 +240,7 @@ class _Service(grpc.GenericRpcHandler):
 
     def __init__(self, gate: Gate, handler: Handler, count: _Counter) -> None:
         self._gate, self._handler, self._count = gate, handler, count
-        self.closing = False  # gRPC cancels what is being served, and prints what is not caught then
+        self._serving: dict[_ServerStream, asyncio.Task[Any] | None] = {}  # in the order opened
 
     def service(self, handler_call_details: Any) -> Any:
         if not handler_call_details.method.startswith(SERVICE):
@@ -250,17 +254,27 @@ class _Service(grpc.GenericRpcHandler):
             if refusal is not None:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
             stream = _ServerStream(context, self._count)
+            self._serving[stream] = asyncio.current_task()
             try:
                 await self._handler(call, stream)
             except asyncio.CancelledError:
-                if stream.cancelled is None and not self.closing:
+                if stream.cancelled is None:
                     raise
             finally:
+                self._serving.pop(stream, None)
                 stream.reader.drop()
             if stream.cancelled is not None:
                 await context.abort(grpc.StatusCode.CANCELLED, stream.cancelled[:200])
 
         return grpc.stream_stream_rpc_method_handler(serve)
+
+    async def end(self, reason: str) -> None:
+        """Give up what is being served, and let it end: what gRPC itself has to cancel it prints a traceback for."""
+        tasks = [task for task in self._serving.values() if task is not None]
+        for stream in list(self._serving):
+            stream.cancel(reason)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
 
 def _readable(peer: str) -> str:
@@ -276,7 +290,10 @@ class _Connection:
         self.peer_id, self.address, self.binding = peer_id, address, binding
 
     async def open(self, method: str, token: bytes, *, timeout_s: float) -> _ClientStream:
-        call = self._channel.stream_stream(SERVICE + method)(metadata=((_TOKEN_KEY, token),) if token else ())
+        try:
+            call = self._channel.stream_stream(SERVICE + method)(metadata=((_TOKEN_KEY, token),) if token else ())
+        except grpc.aio.UsageError:
+            raise StreamClosed("unavailable: the connection is closed") from None
         # `wait_for_connection` alone never wakes when the channel is closed before the metadata left (a peer that
         # restarts does that: the reader of its control stream closes the channel), so the call's end is waited for too.
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -381,7 +398,7 @@ class GrpcTransport:
         for connection in list(self._connections):
             await connection.close()
         if self._server is not None and self._service is not None:
-            self._service.closing = True
+            await self._service.end("the other side is closing")
             await self._server.stop(None)
             self._server = None
 

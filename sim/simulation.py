@@ -24,6 +24,7 @@ from typing import Any
 from ..node import learners
 from ..node.config import Config, NodeConfig, RunConfig
 from ..node.learners import NodeLearner
+from ..node.swarm.rounds import Rounds
 from ..node.swarm.state import SharedState
 from . import faults as f
 from .faults import Fault
@@ -263,7 +264,7 @@ class Simulation:
         def settled() -> bool:
             states = self.running_states()
             further = not must or min((s.round for s in states), default=0) > before
-            return further and len(states) == self._expected() and self.identical
+            return further and len(states) == self._expected() and self.identical and self._all_take_part()
 
         while at < end and not settled():
             at = min(end, at + 0.05)
@@ -273,8 +274,17 @@ class Simulation:
             self.checkers.broken(
                 4,
                 "",
-                f"{seconds:.0f} s after the last fault: rounds {rounds} (from {before}), identical: {self.identical}",
+                f"{seconds:.0f} s after the last fault: rounds {rounds} (from {before}), identical: {self.identical}, "
+                f"all take part: {self._all_take_part()}",,
             )
+
+    def _all_take_part(self) -> bool:
+        """Ring mode: who only follows the others' commits is not a member."""
+        return all(
+            p.peer_id in p.node.rounds.state.electorate
+            for p in self.peers
+            if p.node is not None and isinstance(p.node.rounds, Rounds) and not p.byzantine
+        )
 
     def _expected(self) -> int:
         """Honest peers that should be running by now."""
