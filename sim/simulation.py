@@ -271,12 +271,8 @@ class Simulation:
             self.loop.run_until(at)
         if must and not settled():
             rounds = {p.name: p.node.rounds.state.round for p in self.peers if p.node and p.node.rounds}
-            self.checkers.broken(
-                4,
-                "",
-                f"{seconds:.0f} s after the last fault: rounds {rounds} (from {before}), identical: {self.identical}, "
-                f"all take part: {self._all_take_part()}",,
-            )
+            text = f"{seconds:.0f} s after the last fault: rounds {rounds} (from {before}), identical: {self.identical}"
+            self.checkers.broken(4, "", f"{text}, all take part: {self._all_take_part()}")
 
     def _all_take_part(self) -> bool:
         """Ring mode: who only follows the others' commits is not a member."""

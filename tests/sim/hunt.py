@@ -1,6 +1,6 @@
 """Runs random fault schedules and prints what they break.
 
-    python -m tests.sim.hunt 0 200 [--byzantine KIND]
+    python -m tests.sim.hunt 0 200 [--byzantine KIND] [--mode gossip]
 
 Each broken one is a line that begins with its seed; `run_random(seed)` replays it.
 """
@@ -10,25 +10,28 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Iterator
 
 from shoal.sim.byzantine import KINDS
 from shoal.sim.schedules import run_random
 
 
-def broken(seed: int, byzantine: str | None = None) -> str:
+def broken(seed: int, byzantine: str | None = None, mode: str = "ring") -> str:
     """What one seed breaks, in one line; "" for nothing."""
     try:
-        report = run_random(seed, byzantine=byzantine)
+        report = run_random(seed, byzantine=byzantine, mode=mode)
     except Exception:
-        return f"{seed} ({byzantine}): {traceback.format_exc(limit=-3)}"
+        return f"{seed} ({mode}, {byzantine}): {traceback.format_exc(limit=-3)}"
     found = [f"invariant {v['invariant']} at {v['at_s']:.1f} s: {v['peer']} {v['text']}" for v in report.violations]
     found += [error[-600:] for error in report.errors]
-    return f"{seed} ({byzantine}): {'; '.join(found[:3])}" if found else ""
+    return f"{seed} ({mode}, {byzantine}): {'; '.join(found[:3])}" if found else ""
 
 
-def hunt(first: int, count: int, byzantine: str | None = None) -> list[str]:
+def hunt(first: int, count: int, byzantine: str | None = None, mode: str = "ring") -> Iterator[str]:
     """Lines of the broken ones among `count` seeds from `first` on."""
-    return [line for seed in range(first, first + count) if (line := broken(seed, byzantine))]
+    for seed in range(first, first + count):
+        if line := broken(seed, byzantine, mode):
+            yield line
 
 
 def main() -> int:
@@ -36,10 +39,13 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("--byzantine", choices=KINDS)
+    parser.add_argument("--mode", choices=("ring", "gossip"), default="ring")
     options = parser.parse_args()
-    lines = hunt(options.first, options.count, options.byzantine)
-    print("\n".join(lines))
-    return 1 if lines else 0
+    found = 0
+    for line in hunt(options.first, options.count, options.byzantine, options.mode):
+        print(line, flush=True)
+        found += 1
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
