@@ -121,6 +121,7 @@ class Gossip:
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()  # peers with an exchange that we opened
         self.exchanges = 0
+        self.quiet = False  # publish nothing more, but go on exchanging: states come to rest only when all do
 
     # ------------------------------------------------------------------------------------------------ outside
 
@@ -230,7 +231,7 @@ class Gossip:
 
     async def _train(self) -> None:
         await self._started.wait()
-        while not self._stopping.is_set() and not self.finished and not self._leaving:
+        while not (self._stopping.is_set() or self.finished or self._leaving or self.quiet):
             state = self.state
             self._work.open()
             self.progress.samples = self.progress.steps = 0
@@ -248,7 +249,8 @@ class Gossip:
         progress.metrics = dict(stats.metrics)
         await self._hold("training", self.published + 1)
         elapsed = self._clock.now() - self._round_started
-        if progress.samples >= settings.target_samples or elapsed >= settings.round_seconds_max or self._leaving:
+        due = progress.samples >= settings.target_samples or elapsed >= settings.round_seconds_max
+        if due or self._leaving or self.quiet:
             self._work.stop()
 
     async def _publish(self, state: SharedState, work: Work) -> None:
