@@ -30,6 +30,11 @@ from .shards import SHARDS
 from .state import SharedState, head_of
 from .updates import UpdateStore
 
+# An update with a contribution of 1 or more is void (merge.py). What a coordinate owes beyond half of that waits for the next
+# update: otherwise a residual that once grew too large would void every later update, too, for good. Half, because the
+# quantizer may round a value up.
+CONTRIBUTION_MAX = 0.5
+
 
 @dataclass(frozen=True)
 class Work:
@@ -141,7 +146,8 @@ class LocalWork:
             payload, encoding = self.dense_vector.tobytes(), Encoding.DENSE
             own: Sparse | np.ndarray = self.dense_vector
         else:
-            payload, encoding = self.encode(residual, self._compression), Encoding.SPARSE
+            limit = CONTRIBUTION_MAX / max(1.0, self._scale(state, work.result))
+            payload, encoding = self.encode(residual.clip(-limit, limit), self._compression), Encoding.SPARSE
             own = self.decode(payload, residual.size, self._compression)
         headers: list[Header] = []
         learned = self.book.parts()["learned"]
