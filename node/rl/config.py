@@ -12,7 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "group_expectation"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class Table(BaseModel):
@@ -154,6 +155,9 @@ class GrpoConfig(Table):
     """The gradient's L2 norm is clipped to this."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the base model. 0 saves the reference forward pass; above 0 keeps the policy near."""
+    kl_estimator: KlEstimator = "k3"
+    """"k3" is never negative and has a low variance; "k2" has the right gradient on-policy; "k1" is unbiased and noisy,
+    and only with `use_bias_correction_kl` does its gradient pull towards the base model."""
     use_bias_correction_kl: bool = True
     """Weight the KL estimate by the importance ratio, so that it stays unbiased off-policy."""
     num_iterations: int = Field(default=1, ge=1, le=64)
@@ -173,6 +177,11 @@ class GrpoConfig(Table):
     """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the length limit out of the loss."""
+    top_entropy_quantile: float = Field(default=1.0, ge=0, le=1)
+    """Keep only this part of the tokens, those of highest entropy, in the policy term (0.2 is usual; 1 keeps all). With
+    more than one micro-batch it costs a forward pass more, so that the split does not matter."""
+    entropy_coef: float = Field(default=0.0)
+    """Weight of an entropy bonus (mean over tokens, nats). Above 0 keeps the policy exploring; too high makes noise."""
     sapo_temperature_pos: float = Field(default=1.0, gt=0)
     """SAPO: gate temperature for positive advantages."""
     sapo_temperature_neg: float = Field(default=1.05, gt=0)
@@ -191,7 +200,8 @@ class GrpoConfig(Table):
     """Weight the loss by trainer / sampler probability. "auto": on whenever the sampler is not the trainer
     (top-p, top-k, 16-bit weights, or samples from elsewhere)."""
     vllm_importance_sampling_mode: CorrectionMode = "sequence_mask"
-    """Weight per token or per sequence, and whether one beyond the bounds is cut to them or drops its part."""
+    """Weight per token or per sequence, and whether one beyond the bounds is cut to them or drops its part.
+    "group_expectation" (GEPO) compares with the sampler's expectation over the group and is cut: for stale samples."""
     vllm_importance_sampling_clip_max: float | None = Field(default=3.0, gt=0)
     """Upper bound of that weight."""
     vllm_importance_sampling_clip_min: float | None = Field(default=None, ge=0)
@@ -205,7 +215,9 @@ class GrpoConfig(Table):
             raise ValueError('loss_type = "vespo" needs importance_sampling_level = "token"')
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             raise ValueError('loss_type = "luspo" needs importance_sampling_level = "sequence"')
-        per_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        if self.beta and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
+            raise ValueError('kl_estimator = "k1" needs use_bias_correction_kl: its own gradient is zero on average')
+        per_sequence = not self.vllm_importance_sampling_mode.startswith("token")
         if self.loss_type == "vespo" and per_sequence and self.vllm_importance_sampling_correction is not False:
             raise ValueError('loss_type = "vespo" needs vllm_importance_sampling_mode = "token_..."')
         return self
