@@ -18,11 +18,12 @@ from ..protocol.wire_pb2 import Commit as WireCommit
 from .config import Config
 from .swarm.catch_up import CatchUp
 from .swarm.dense_exchange import DenseExchange
+from .swarm.history import History, build_log
 from .swarm.local_work import LocalWork
 from .swarm.members import Members
 from .swarm.records import serve_records
 from .swarm.ring_exchange import RingExchange
-from .swarm.rounds import Rounds, RoundSettings, build_log
+from .swarm.rounds import Rounds, RoundSettings
 from .swarm.state import MergeRules, SharedState
 
 if TYPE_CHECKING:
@@ -118,7 +119,6 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
     rounds = Rounds(
         identity=node.identity,
         run_id=node.run_.id,
-        genesis=node.run_.origin(),
         clock=clock,
         settings=RoundSettings(
             target_samples=sync.target_samples,
@@ -127,7 +127,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
             rules=rules,
         ),
         state=node.state,
-        log=log,
+        history=History(me=me, log=log, book=node.book, rules=rules, genesis=node.run_.origin(), say=node.say),
         work=LocalWork(
             learner=node.learner,
             clock=clock,

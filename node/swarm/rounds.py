@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...protocol import ballot as b
 from ...protocol import ballot_wire
 from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
 from ...protocol.ballot_rules import choose_exchange
-from ...protocol.commit import CheckedCommit, CommitLog, check_commit, electorate_after
+from ...protocol.commit import CheckedCommit, CommitLog, check_commit
 from ...protocol.deadlines import Deadlines
 from ...protocol.identity import Identity
 from ...protocol.transport import Clock
@@ -33,9 +33,10 @@ from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
 from .catch_up import CatchUp
 from .dense_exchange import DenseExchange
+from .history import History
 from .local_work import LocalWork, Work
 from .ring_exchange import RingExchange, Transfer
-from .state import Applied, MergeRules, SharedState, apply_commit, weights_of
+from .state import Applied, MergeRules, SharedState, apply_commit
 from .updates import UpdateStore
 
 # Messages of the next round that arrive while this one is being applied. Senders repeat, so a few are enough.
@@ -79,11 +80,10 @@ class Rounds:
         *,
         identity: Identity,
         run_id: bytes,
-        genesis: tuple[bytes, str],
         clock: Clock,
         settings: RoundSettings,
         state: SharedState,
-        log: CommitLog,
+        history: History,
         work: LocalWork,
         exchange: RingExchange,
         dense: DenseExchange,
@@ -104,7 +104,6 @@ class Rounds:
     ) -> None:
         """
         Args:
-            genesis: lineage of round 0, and the founder.
             save: makes a new state durable (or, with None, the present one with what is booked), records metrics, and
                 says whether it succeeded.
             hold: test-only: waits while a test holds this peer in the named phase of the named round.
@@ -113,11 +112,11 @@ class Rounds:
         """
         self.me = identity.peer_id
         self._identity = identity
-        self._run_id, self._genesis = run_id, genesis
+        self._run_id = run_id
         self._clock = clock
         self.settings = settings
         self.state = state
-        self.log = log
+        self.history = history
         self._work = work
         self._exchange = exchange
         self._dense = dense
@@ -155,6 +154,11 @@ class Rounds:
         self._observers_seen = False
 
     # ------------------------------------------------------------------------------------------------ outside
+
+    @property
+    def log(self) -> CommitLog:
+        """The commits behind the state, and those on other branches that were heard of."""
+        return self.history.log
 
     @property
     def finished(self) -> bool:
@@ -522,19 +526,20 @@ class Rounds:
         started = self._clock.now()
         updates = await self._fetch(checked)
         if updates is None and self.state is state:
-            self._remember(checked)
+            self.history.remember(checked)
             return await self._catch_up.download(self, f"updates of round {checked.value.round} are nowhere to be had")
         if checked.value.exchange is Exchange.RING_DENSE:
             reduced = await self._dense.reduced(checked.value, list(checked.value.ring))
             if reduced is None and self.state is state:
-                self._remember(checked)
+                self.history.remember(checked)
                 return await self._catch_up.download(self, f"chunks of round {checked.value.round} are gone")
         if self.state is not state or updates is None:
             return None  # a downloaded state took its place meanwhile: this commit lies behind it, or on a lost branch
         applied = await self._clock.run(lambda: apply_commit(state, checked.value, updates, rules, reduced=reduced))
         if self.state is not state:
             return None
-        self.install(applied, checked)
+        self.history.follow(applied, checked)
+        self.state = applied.state
         self._saved = await self._save(applied, checked, work)
         self.durable_round = applied.state.round
         self.progress.rounds_done += 1
@@ -553,76 +558,22 @@ class Rounds:
             reason=why or applied.reason,
         )
 
-    def install(self, applied: Applied, checked: CheckedCommit) -> None:
-        """Make the new state ours, in memory."""
-        book = self._work.book
-        if checked.split:
-            book.split(checked.value.base_lineage)
-        for dot in applied.adopted:
-            if dot.peer == self.me and book.knows(dot):  # not one of a life before the disk was lost
-                book.adopt(dot)
-        self._remember(checked)
-        self.state = applied.state
-
-    def _remember(self, checked: CheckedCommit) -> None:
-        weight = sum(weights_of(checked.value, self.settings.rules).values())
-        self.log.add(checked, weight, tip=checked.lineage)
-
     def poke(self, peer: str, tip: bytes) -> None:
         """Records that continue our state are known: let the open round be decided by the first of them."""
         later = self.log.after(self.state.lineage, tip, limit=1)
         if later and not self._decided.done():
             self._feed(b.Received(peer, later[0].checked.commit))
 
-    def replace(self, state: SharedState, fork: bytes | None, reason: str) -> None:
-        """Take a downloaded state in place of ours. The open round ends; `fork`: our own branch after it lost.
+    def start_log(self, chain: list[Commit], state: SharedState) -> None:
+        """A log of its own for a state whose chain does not reach ours."""
+        self.history.start(chain, state)
 
-        Own updates that the new state holds count as adopted, those of a lost branch no longer do: their mass comes back,
-        damped by 1/(1 + rounds stale) because the others have moved on without it.
-        """
-        old, book = self.state, self._work.book
-        if fork is not None:
-            stale = old.round - (self.log.get(fork).round if self.log.get(fork) else 0)  # type: ignore[union-attr]
-            for record in self.log.chain(old.lineage):
-                if record.lineage == fork:
-                    break
-                book.lose(record.base_lineage, stale, 1 + stale)
-                for update in record.checked.value.updates:
-                    if update.dot.peer == self.me and book.adopted(update.dot):
-                        book.unadopt(update.dot)
-                        book.damp(update.dot, stale, 1 + stale)
-        for record in self.log.chain(state.lineage):
-            if record.lineage in (old.lineage, fork):
-                break
-            for update in record.checked.value.updates:
-                if update.dot.peer == self.me and book.knows(update.dot):
-                    book.adopt(update.dot)
-        if not self.log.knows(state.lineage):
-            if fork is None:
-                self._take_for_adopted(state)
-            self.log = build_log([], state, self.settings.rules, self._genesis)
+    def replace(self, state: SharedState, fork: bytes | None, reason: str) -> None:
+        """Take a downloaded state in place of ours. The open round ends; `fork`: our own branch after it lost."""
+        self.history.replace(self.state, state, fork)
         self.state = state
         self._say("state downloaded", round=state.round, state_hash=state.hash.hex()[:16], reason=reason)
         self._replaced.set()
-
-    def start_log(self, chain: list[Commit], state: SharedState) -> None:
-        """A log of its own for a state whose chain does not reach ours; what it says of own updates counts at once."""
-        book = self._work.book
-        for commit in chain:
-            for update in commit.value.updates:
-                if update.dot.peer == self.me and book.knows(update.dot):
-                    book.adopt(update.dot)
-        self.log = build_log(chain, state, self.settings.rules, self._genesis)
-
-    def _take_for_adopted(self, state: SharedState) -> None:
-        """The commits behind a downloaded state are not to be had: which own updates it holds is known only up to their
-        order. Those up to the last one it holds are taken for adopted: mass may be lost so, but none can count twice."""
-        book = self._work.book
-        held = [dot for dot in book.dots() if not book.adopted(dot) and state.vector.includes(dot)]
-        for dot in held:
-            book.adopt(dot)
-        if held:
-            self._say("own updates taken for adopted: no commit record says so", level="warning", updates=len(held))
 
     async def _fetch(self, checked: CheckedCommit) -> list[tuple[Header, bytes]] | None:
         """The committed updates, pulled from whoever has them; None when nobody does."""
@@ -637,40 +588,6 @@ class Rounds:
             self._say("committed updates are missing", level="warning", missing=len(missing), attempt=attempt)
             await self._clock.sleep(FETCH_RETRY_SECONDS)
         return None
-
-
-def build_log(
-    commits: Sequence[Commit], state: SharedState, rules: MergeRules, genesis: tuple[bytes, str]
-) -> CommitLog:
-    """The log of the commits, oldest first, that form the chain which ends in `state`; others are left out.
-
-    Args:
-        genesis: lineage of round 0, and the founder, who alone could vote after it.
-
-    Raises PeerFault for a chain whose votes are wrong.
-    """
-    chain: list[Commit] = []
-    wanted = state.lineage
-    for commit in reversed(commits):
-        if commit.value.lineage == wanted:
-            chain.append(commit)
-            wanted = commit.base_lineage
-    if not chain:
-        return CommitLog(state.lineage, state.round, state.total_weight, electorate=state.electorate)
-    chain.reverse()
-    lineage, founder = genesis
-    if chain[0].base_lineage == lineage:
-        electorate, rest = frozenset({founder}), chain
-        log = CommitLog(lineage, 0, electorate=electorate)
-    else:  # of a log that was cut: its oldest record only says who could vote in the next one
-        root, *rest = chain
-        electorate = electorate_after(root.value)
-        log = CommitLog(root.value.lineage, root.value.round, electorate=electorate)
-    for commit in rest:
-        checked = check_commit(commit, electorate, commit.value.round, commit.base_lineage)
-        log.add(checked, sum(weights_of(commit.value, rules).values()), tip=checked.lineage)
-        electorate = electorate_after(commit.value)
-    return log
 
 
 def transfer_of(roster: Roster) -> Transfer:
