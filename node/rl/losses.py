@@ -251,9 +251,7 @@ def importance_weights(
     Raises:
         ValueError: unknown mode, or "group_expectation" without `group_log_expectation`.
     """
-    ratio = importance_ratio(
-        trainer_logps, sampler_logps, mask, mode=mode, group_log_expectation=group_log_expectation
-    )
+    ratio = importance_ratio(trainer_logps, sampler_logps, mask, mode=mode, group_log_expectation=group_log_expectation)
     if not mode.endswith("mask"):
         return ratio if cap is None and floor is None else ratio.clamp(min=floor, max=cap)
     outside = torch.zeros_like(ratio, dtype=torch.bool)
