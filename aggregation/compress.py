@@ -98,7 +98,7 @@ def parse_compression(text: str) -> Compression:
         why = f"the nearest preset is {near[0]!r}" if near else "no preset is near"
     raise ShoalError(
         "The compression is not known",
-        values=f"got {text!r}; {why}",
+        values=f"found {text!r}; {why}",
         todo=f"Use one of {', '.join(PRESETS)}, or density/bits such as 0.05/4.",
         code=ExitCode.CONFIG,
     )

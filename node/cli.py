@@ -149,7 +149,7 @@ def up(
     from .config_file import example_config, load_config
 
     if print_config:
-        click.echo(example_config(), nl=False)
+        click.echo(json.dumps({"config": example_config()}) + "\n" if as_json else example_config(), nl=False)
         return ExitCode.OK
     loaded = load_config(config, _overrides(sets, data_dir, port), os.environ)
     from .daemon import run_daemon

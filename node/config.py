@@ -152,7 +152,8 @@ class RunConfig(Table):
         try:
             parse_compression(value)
         except ShoalError as error:
-            raise ValueError(f"{error.values}; {error.todo}") from None
+            why = error.values.partition("; ")[2]  # what was found is said by whoever reports the mistake
+            raise ValueError(f"{why}; {error.todo[0].lower()}{error.todo[1:]}") from None
         return value
 
     def parsed_compression(self) -> Compression:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..aggregation.compress import parse_compression
 from ..protocol.errors import ExitCode, ShoalError
 from .commands.demo_options import DemoOptions
 from .observe.control import call
@@ -187,6 +188,8 @@ class Demo:
         while not all(p.status.get("ready") for p in self.peers):
             await self._watch()
         self._say(f"{len(self.peers)} peers are ready; training starts")
+        if self.options.kill and not self.kill_round:
+            self._say("nobody will be killed: that takes at least 3 peers and 4 rounds")
         started = time.monotonic()
         for peer in self.peers:
             await call(peer.data_dir / "control.sock", "start", {}, timeout_s=10.0)
@@ -284,7 +287,12 @@ async def _run(options: DemoOptions, directory: Path) -> tuple[dict[str, Any], i
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demonstration; returns the exit code. Prints one JSON line on stdout with `--json`."""
+    """Run the demonstration; returns the exit code. Prints one JSON line on stdout with `--json`.
+
+    Raises ShoalError: CONFIG for an unknown compression, before anything is started or written.
+    """
+    if options.compression is not None:
+        parse_compression(options.compression)
     kept = options.directory is not None or options.keep
     directory = Path(options.directory or tempfile.mkdtemp(prefix="shoal-demo-"))
     directory.mkdir(parents=True, exist_ok=True)
@@ -307,6 +315,10 @@ def run_demo(options: DemoOptions) -> int:
     return int(code)
 
 
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
 def describe(summary: dict[str, Any]) -> str:
     """The summary for a person."""
     ratio = summary["bytes_dense"] / max(1, summary["bytes_sent"])
@@ -320,7 +332,8 @@ def describe(summary: dict[str, Any]) -> str:
             f" (after {summary['warmup_seconds']:.0f} s of supervised warm-up)",
             f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}{accuracy}",
             f"version vectors and state hashes: {same} ({next(iter(summary['state_hashes'].values()))[:16]}…)",
-            f"killed in the middle of an exchange: {summary['killed']}; came back and caught up: {summary['rejoined']}",
+            f"killed in the middle of an exchange: {_yes(summary['killed'])};"
+            f" came back and caught up: {_yes(summary['rejoined'])}",
             f"sent {summary['bytes_sent']:,} bytes in rounds; a dense fp32 ring would have sent"
             f" {summary['bytes_dense']:,} ({ratio:.0f} x); state downloads {summary['bytes_state']:,} bytes",
         ]

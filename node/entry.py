@@ -90,19 +90,21 @@ class Entry:
             ]
             listed = candidates(sources, self._me)
             attempts.failures.clear()
+            refusal: Refused | None = None
             for candidate in listed:
                 try:
                     await self._mesh.connect(candidate.address, candidate.peer)
                     return [candidate.peer]
                 except Refused as error:
-                    if len(listed) == 1 and error.permanent:
-                        raise
+                    refusal = error
                     attempts.failed(candidate, f"{error.what}: {error.values}", error.permanent)
                 except (DialError, PeerFault, StreamClosed, asyncio.TimeoutError) as error:
                     permanent = isinstance(error, DialError) and error.kind == "wrong_peer"
                     attempts.failed(candidate, str(error) or type(error).__name__, permanent)
             wait, reason = attempts.next_wait(self._host.clock.now(), self._rng)
             if wait is None:
+                if refusal is not None and attempts.hopeless:
+                    raise refusal  # no address is merely unreachable: what the swarm said is what there is to mend
                 raise attempts.error(reason)
             self._phase("searching for peers")
             self._say("no peer answered yet", level="warning", reason=reason)

@@ -122,10 +122,15 @@ class Attempts:
     def failed(self, candidate: Candidate, cause: str, permanent: bool) -> None:
         self.failures[candidate] = (cause, permanent)
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether every address failed for a reason that waiting does not mend."""
+        return bool(self.failures) and all(permanent for _, permanent in self.failures.values())
+
     def next_wait(self, now: float, rng: random.Random) -> tuple[float | None, str]:
         """Seconds until all are tried again, or None to give up; with the reason. Doubles from 1 s up to a bound, ± 25 %."""
         self.rounds += 1
-        if self.failures and all(permanent for _, permanent in self.failures.values()):
+        if self.hopeless:
             return None, "every address refused for a reason that waiting does not mend"
         left = self.started + self.seconds_max - now
         if self.seconds_max > 0 and left < SECONDS_LEFT_MIN:
@@ -134,7 +139,7 @@ class Attempts:
         wait *= 0.75 + 0.5 * rng.random()
         if self.seconds_max > 0:
             wait = min(wait, left)  # one last try at the deadline, not after it
-        return wait, f"trying {len(self.failures)} addresses again in {wait:.1f} s: {self.describe()}"
+        return wait, f"trying again in {wait:.1f} s; so far {self.describe()}"
 
     def describe(self) -> str:
         """The first addresses with their causes, and how many more, in one line."""

@@ -141,7 +141,7 @@ def not_running(path: Path, why: str) -> ShoalError:
     """What a command says that found no daemon at `path`."""
     return ShoalError(
         "There is no running node with this data directory",
-        values=f"{path.parent}: {why}",
+        values=f"asked {path}: {why}",
         todo="Start it with `shoal up` or `shoal join`, or name another --data-dir.",
         code=ExitCode.NOT_RUNNING,
     )

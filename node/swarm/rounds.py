@@ -546,6 +546,7 @@ class Rounds:
         self._say(
             "round committed",
             round=applied.state.round,
+            **({k: round(v, 4) for k, v in work.result.metrics.items() if k == "reward"} if work else {}),
             updates=len(applied.adopted),
             void=len(applied.void),
             split=checked.split,

@@ -267,6 +267,8 @@ def test_up_without_run_tables_may_go_on_with_what_is_on_disk(started):
 def test_print_config_starts_nothing(started, capsys):
     assert cli.run(["up", "--print-config"]) == 0
     assert "[run.grpo]" in capsys.readouterr().out and not started
+    assert cli.run(["up", "--print-config", "--json"]) == 0
+    assert "[run.grpo]" in last_json(capsys.readouterr().out)["config"] and not started
 
 
 def test_join_hands_the_invite_on(started):
@@ -286,6 +288,12 @@ def test_demo_options(started, tmp_path):
     ]
     assert started[0].keep and not DemoOptions().keep
     assert cli.run(["demo", "--peers", "0"]) == ExitCode.USAGE
+
+
+def test_demo_says_what_is_wrong_before_anything_is_started_or_written(tmp_path, capsys):
+    there = tmp_path / "there"
+    assert cli.run(["demo", "--compression", "shrt", "--dir", str(there)]) == ExitCode.CONFIG
+    assert "'short'" in capsys.readouterr().err and not there.exists()
 
 
 # --- asking a running node --------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_an_override_is_read_by_the_type_of_its_key(override, get, value):
         ("node = 3", ["node (line 1)", "found 3"]),
         ('[node]\ndata_dir = ""', ["node.data_dir (line 2)", "found ''", "at least 1"]),
         ("[node]\nport = 70000", ["node.port", "70000", "65535"]),
-        ('[run.sync]\nmode = "gossip"', ["run.sync.mode", "'gossip'", "'ring'"]),
+        ('[run.sync]\nmode = "rings"', ["run.sync.mode", "'rings'", "'ring'"]),
         ("[run.sync]\nnorm_max = nan", ["run.sync.norm_max (line 2)", "nan", "finite"]),
         ("[run.task.options]\nx = [1.0, inf]", ["run.task.options.x (line 2)", "inf", "finite"]),
         ('[run]\ncompression = "shrot"', ["run.compression (line 2)", "shrot", "short"]),
