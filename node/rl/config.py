@@ -139,6 +139,10 @@ class GrpoConfig(Table):
     """Nucleus sampling: keep the most likely tokens up to this mass. Below 1 the sampler is not the trainer."""
     top_k: int = Field(default=0, ge=0)
     """Keep only this many most likely tokens, 0 for all. Above 0 the sampler is not the trainer."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens less likely than this times the most likely one. Above 0 the sampler is not the trainer."""
+    stop_strings: list[str] = Field(default_factory=list, max_length=16)
+    """A completion ends as soon as its text contains one of these; the text stays in it and is trained on."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Inner AdamW step size. LoRA wants about ten times more than full fine-tuning; too high collapses the policy."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -226,6 +230,36 @@ class GrpoConfig(Table):
     def clip_high(self) -> float:
         """`epsilon_high` or, where that is absent, `epsilon`."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class SamplerConfig(Table):
+    """Where this node's completions come from; local to the node, not part of the manifest."""
+
+    kind: Literal["builtin", "vllm", "sglang", "llama.cpp"] = "builtin"
+    """"builtin" samples from the trainer's own weights. The others ask an inference server, which is faster on a GPU of
+    its own; its numbers differ a little from the trainer's, so the importance correction is on."""
+    url: str = ""
+    """Where the server listens, for example "http://127.0.0.1:8000"."""
+    model: str = ""
+    """The server's name of the base model, which must be the run's; empty asks the server. llama.cpp: the section of
+    the router's presets whose `lora` is `push_dir`/adapter.gguf."""
+    api_key: str = ""
+    """Sent as a bearer token. Better set by the environment: SHOAL_NODE__SAMPLER__API_KEY."""
+    push_dir: str = ""
+    """Folder that the server can read, for pushed adapters or weights; empty: `sampler` in the data directory."""
+    push_every_steps: int = Field(default=1, ge=0, le=10_000)
+    """Push what was learned every so many inner steps, and at the start of each round; 0: only at the start of each
+    round. Rarer pushes save time and make samples staler, which the importance correction makes up for."""
+    concurrency: int = Field(default=16, ge=1, le=1024)
+    """Requests in flight at once; one request carries the whole group of a prompt."""
+    timeout_seconds: float = Field(default=300.0, gt=0, le=3600)
+    """For one request or push, retries included. After that the step samples with the built-in sampler."""
+
+    @model_validator(mode="after")
+    def _has_url(self) -> SamplerConfig:
+        if self.kind != "builtin" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f'kind = "{self.kind}" needs url = "http://host:port", got {self.url!r}')
+        return self
 
 
 class WarmupConfig(Table):

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from .config import GrpoConfig, ModelConfig, RewardsConfig, TaskConfig
+from .draw import Sampling
 from .experience import sampling_of, score_rollouts
 from .models import LoadedModel, Progress, load_model
 from .prompts import PromptFormat, prompt_format
 from .rewards import Rewards
-from .rollout import Sampling, sample
+from .rollout import sample
 from .tasks import Example, Task, load_task
 
 EVAL_SEED = 20_240_229  # any constant: evaluations must be comparable

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from .advantages import group_advantages
 from .config import GrpoConfig
+from .draw import Sampling
 from .losses import BatchTotals
 from .models import LoadedModel
 from .policy import Batch
 from .prompts import PromptFormat
 from .rewards import Rewards, Scored
-from .rollout import Rollouts, Sampling, sample
+from .rollout import BuiltInSampler, Rollouts, Sampler
 from .tasks import Example
 
 
@@ -31,6 +32,7 @@ class Experience:
         batch: tokens of n completions.
         mask: bool [n, C], tokens that count in the loss.
         sampler_logps: fp32 [n, C].
+        from_trainer: whether they come from the trainer's own weights.
         advantages: fp32 [n].
         has_signal: bool [n], False in groups whose rewards are all equal.
         totals: normalizers of the whole batch.
@@ -40,6 +42,7 @@ class Experience:
     batch: Batch
     mask: Tensor
     sampler_logps: Tensor
+    from_trainer: bool
     advantages: Tensor
     has_signal: Tensor
     totals: BatchTotals
@@ -48,7 +51,13 @@ class Experience:
 
 def sampling_of(config: GrpoConfig) -> Sampling:
     """The sampling settings of a GRPO configuration."""
-    return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop_strings=tuple(config.stop_strings),
+    )
 
 
 def collect(
@@ -59,16 +68,15 @@ def collect(
     prompts: PromptFormat,
     rewards: Rewards,
     generator: torch.Generator,
+    sampler: Sampler | None = None,
 ) -> Experience:
-    """Sample a group for each example and score it."""
-    rollouts = sample(
-        loaded.model,
+    """Sample a group for each example, from `sampler` or by default the trainer's own model, and score it."""
+    sampler = sampler or BuiltInSampler(loaded)
+    rollouts = sampler.sample(
         [prompts.encode(loaded.tokenizer, e) for e in examples],
         num_generations=config.num_generations,
         max_new_tokens=config.max_completion_length,
         sampling=sampling_of(config),
-        eos_ids=loaded.eos_ids,
-        pad_id=loaded.pad_id,
         generator=generator,
     )
     scored = score_rollouts(loaded, rollouts, examples, config.num_generations, prompts=prompts, rewards=rewards)
@@ -86,10 +94,13 @@ def collect(
         "reward_failures": float(len(scored.failures)),
         **{f"reward/{name}": value for name, value in scored.means.items()},
     }
+    if not sampler.is_trainer:
+        metrics["sampler_fallback"] = float(rollouts.from_trainer)
     return Experience(
         batch=rollouts.batch,
         mask=mask,
         sampler_logps=rollouts.sampler_logps,
+        from_trainer=rollouts.from_trainer,
         advantages=torch.tensor(advantages.values, dtype=torch.float32, device=device),
         has_signal=torch.tensor(advantages.has_signal, device=device),
         totals=BatchTotals(rows=len(mask), tokens=float(mask.sum())),

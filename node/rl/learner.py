@@ -24,6 +24,7 @@ from .experience import collect
 from .models import LoadedModel, Progress
 from .prompts import PromptFormat
 from .rewards import Rewards
+from .rollout import BuiltInSampler, Sampler
 from .tasks import Cursor, Task
 from .trainables import Trainables
 from .update import optimize
@@ -54,15 +55,19 @@ class GrpoLearner:
         prompts: PromptFormat,
         rewards: Rewards,
         peer_seed: int,
+        sampler: Sampler | None = None,
     ) -> None:
         """
         Args:
             peer_seed: seeds this peer's sampling; must differ between peers, or they explore the same completions.
+            sampler: where completions come from; default this model itself.
         """
         self.loaded = loaded
         self.base_hash = loaded.base_hash
         self._task, self._grpo, self._warmup = task, grpo, warmup
         self._prompts, self._rewards = prompts, rewards
+        self._sampler = sampler or BuiltInSampler(loaded)
+        self._new_round = True  # no step since parameters were loaded or a round began
         self._reference = None
         if grpo.beta and not loaded.is_lora:
             self._reference = copy.deepcopy(loaded.model).requires_grad_(False)
@@ -112,6 +117,8 @@ class GrpoLearner:
     def step(self) -> StepStats:
         """Sample `prompts_per_step` groups, score them, step the optimizer."""
         examples = [self._task.train(self._cursor.next()) for _ in range(self._grpo.prompts_per_step)]
+        self._sampler.push(new_round=self._new_round)
+        self._new_round = False
         experience = collect(
             self.loaded,
             examples,
@@ -119,6 +126,7 @@ class GrpoLearner:
             prompts=self._prompts,
             rewards=self._rewards,
             generator=self._generator,
+            sampler=self._sampler,
         )
         rise = min(1.0, (self._optimizer_steps() + 1) / (self._grpo.warmup_steps + 1))
         for group in self._optimizer.param_groups:
@@ -275,7 +283,7 @@ class GrpoLearner:
         return self.loaded.is_lora and any(c.lora_dropout > 0 for c in self.loaded.model.peft_config.values())
 
     def _reset_round(self) -> None:
-        self._samples, self._sums = 0, {}
+        self._samples, self._sums, self._new_round = 0, {}, True
 
     def _optimizer_steps(self) -> int:
         state = self._optimizer.state.get(self._trainables.masters[0])

@@ -130,7 +130,7 @@ def _fix(
     sampler = experience.sampler_logps[chunk][:, : mask.shape[1]]
     old = logps.detach()
     weights = None
-    if corrects_sampler(config, loaded):
+    if corrects_sampler(config, loaded, experience.from_trainer):
         weights = importance_weights(
             old,
             sampler,
@@ -147,9 +147,9 @@ def _fix(
     return _Fixed(old, ref, sampler, weights)
 
 
-def corrects_sampler(config: GrpoConfig, loaded: LoadedModel) -> bool:
+def corrects_sampler(config: GrpoConfig, loaded: LoadedModel, from_trainer: bool = True) -> bool:
     """Whether the sampler is not the trainer, or the configuration says to act as if."""
     if config.vllm_importance_sampling_correction != "auto":
         return bool(config.vllm_importance_sampling_correction)
     exact = sampling_of(config).is_exact and next(loaded.model.parameters()).dtype == torch.float32
-    return not exact
+    return not (exact and from_trainer)
