@@ -100,7 +100,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         open_stream=mesh.open,
         store=node.store,
         is_dead=lambda peer: peer in members.dead(),
-        on_arrival=lambda: rounds.report_held(),
+        on_arrival=lambda: rounds.ballot.report_held(),
         on_trouble=node.trouble,
         before_payload=exchanging,
     )
@@ -111,8 +111,8 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         d=d,
         bits=sync.dense_bits,
         rules=rules,
-        on_complete=lambda hashes: rounds.dense_complete(hashes),
-        on_failure=lambda attempt, why: rounds.dense_failed(attempt, why),
+        on_complete=lambda hashes: rounds.ballot.dense_complete(hashes),
+        on_failure=lambda attempt, why: rounds.ballot.dense_failed(attempt, why),
         on_trouble=node.trouble,
         before_chunk=exchanging,
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..aggregation.compress import Sparse
 from ..node.learner import LocalResult
+from ..node.swarm.rounds import Rounds
 from ..protocol.signing import sign_body
 from ..protocol.wire_pb2 import Envelope, Join, Signed, UpdateHeader
 from .ledger import Learned, Witness
@@ -108,5 +109,7 @@ def _equivocate(node: Node) -> None:
 
 def _rewire(node: Node, post) -> None:
     """The rounds were handed the honest `post` when they were built."""
-    if node.rounds is not None:
+    if isinstance(node.rounds, Rounds):
+        node.rounds.ballot._post = post
+    elif node.rounds is not None:
         node.rounds._post = post

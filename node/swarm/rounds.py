@@ -1,48 +1,46 @@
-"""Ring mode: one peer's way through the rounds. Drives the pure ballot, the exchange and the local work.
+"""Ring mode: one peer's way through the rounds, from the local work by the ballot to the next state.
 
 Theory of operation. One task, `run`, goes round by round:
 
     open the round → train → (ballot) convene, exchange, vote → decided → fetch what lacks → apply → make durable → next
 
-Beside it one task feeds events to the ballot and carries out its actions in order. A commit decided elsewhere ends the
-round here at any moment, whatever phase this peer is in; that is also how a restarted peer catches up (catch_up.py).
-What the inner steps learned is booked before the round's outcome is known and never lost.
+Beside it one task drives the ballot (ballot_driver.py). A commit decided elsewhere ends the round here at any moment,
+whatever phase this peer is in; that is also how a restarted peer catches up (catch_up.py). What the inner steps learned
+is booked before the round's outcome is known and never lost.
 
-Does not cover: who is alive (members.py), sockets (mesh.py), decisions (protocol/ballot.py), arithmetic (state.py).
+Does not cover: who is alive (members.py), sockets (mesh.py), decisions (protocol/ballot.py), arithmetic (state.py), what a
+new state says of own updates (history.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...protocol import ballot as b
 from ...protocol import ballot_wire
-from ...protocol.ballot_messages import Commit, Encoding, Exchange, Header, Message, Roster
-from ...protocol.ballot_rules import choose_exchange
-from ...protocol.commit import CheckedCommit, CommitLog, check_commit
+from ...protocol.ballot import CloseRound, LocalResult, MembersDead, Phase, Received
+from ...protocol.ballot_messages import Commit, Exchange, Header
+from ...protocol.commit import CheckedCommit, CommitLog
 from ...protocol.deadlines import Deadlines
 from ...protocol.identity import Identity
 from ...protocol.transport import Clock
 from ...protocol.wire_pb2 import Envelope, Summary
 from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
+from .ballot_driver import BallotDriver
 from .catch_up import CatchUp
 from .dense_exchange import DenseExchange
 from .history import History
 from .local_work import LocalWork, Work
-from .ring_exchange import RingExchange, Transfer
+from .ring_exchange import RingExchange
 from .state import Applied, MergeRules, SharedState, apply_commit
 from .updates import UpdateStore
 
-# Messages of the next round that arrive while this one is being applied. Senders repeat, so a few are enough.
-EARLY_MESSAGES_MAX = 256
-# Pause between two tries to fetch a committed update that nobody gave.
-FETCH_RETRY_SECONDS = 1.0
+# Pause between two tries to fetch a committed update that nobody gave, and to save a state that the disk did not take.
+FETCH_RETRY_SECONDS = SAVE_RETRY_SECONDS = 1.0
 # A member that has lost its disk stays out of the ballot for this long at most.
 ABSTAIN_SECONDS = 30.0
 # After this many fruitless tries the state itself is downloaded.
@@ -111,7 +109,6 @@ class Rounds:
             amnesiac: whether this peer's disk was lost, so that it cannot know what it promised before.
         """
         self.me = identity.peer_id
-        self._identity = identity
         self._run_id = run_id
         self._clock = clock
         self.settings = settings
@@ -122,9 +119,7 @@ class Rounds:
         self._dense = dense
         self._store = store
         self._journal = journal
-        self._deadlines = deadlines
         self._catch_up = catch_up
-        self._post = post
         self._alive = alive
         self._dead = dead
         self._expect = expect
@@ -137,21 +132,27 @@ class Rounds:
         self._abstained_since: float | None = None
         self.progress = Progress()
         self.durable_round = state.round  # saved, or at least tried to
-        self._ballot: b.Ballot | None = None
-        self._previous: b.Ballot | None = None
-        self._events: asyncio.Queue[b.Event] = asyncio.Queue(maxsize=4096)
-        self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY_MESSAGES_MAX)
-        self._decided: asyncio.Future[CheckedCommit] = asyncio.get_running_loop().create_future()
-        self._timer: asyncio.TimerHandle | None = None
+        self.ballot = BallotDriver(
+            identity=identity,
+            run_id=run_id,
+            clock=clock,
+            work=work,
+            exchange=exchange,
+            dense=dense,
+            store=store,
+            journal=journal,
+            deadlines=deadlines,
+            post=post,
+            say=say,
+            state_saved=self._state_saved,
+            entered=self._entered,
+        )
         self._stopping = asyncio.Event()
         self._replaced = asyncio.Event()
         self._closing: str | None = None
         self._saved = True  # the state is on disk
         self._save_tried = 0.0
-        self._unsaved: b.BallotRecord | None = None  # what the journal has not taken yet
-        self.journal_trouble = ""  # why the journal cannot be written, for status
         self._round_started = 0.0
-        self._observers_seen = False
 
     # ------------------------------------------------------------------------------------------------ outside
 
@@ -164,6 +165,11 @@ class Rounds:
     def finished(self) -> bool:
         """The run's last round is in the state and on disk."""
         return 0 < self.settings.rounds_max <= self.durable_round
+
+    @property
+    def journal_trouble(self) -> str:
+        """Why the journal cannot be written, or ""; for status."""
+        return self.ballot.journal_trouble
 
     def summary(self) -> Summary:
         """What membership carries of us."""
@@ -184,7 +190,7 @@ class Rounds:
         """Push what is learned: close the round and wait for its commit. Then stop. True when the commit came in time."""
         self._closing = "a member leaves"
         self._work.stop()
-        self._feed(b.CloseRound("leaving"))
+        self.ballot.feed(CloseRound("leaving"))
         round_ = self.state.round
         deadline = self._clock.now() + grace_s
         while not self.finished and self.progress.samples > 0 and self.state.round == round_:
@@ -196,30 +202,27 @@ class Rounds:
 
     def members_changed(self) -> None:
         """Membership's view changed."""
-        self._feed(b.MembersDead(self._dead()))
+        self.ballot.feed(MembersDead(self._dead()))
 
     def on_message(self, peer: str, envelope: Envelope) -> None:
         """A message of the ballot or of catching up. Raises PeerFault for what must be charged to `peer`."""
         if envelope.WhichOneof("body") == "commit_request":
             return self._catch_up.answer(self, peer, envelope.commit_request)
         message = ballot_wire.decode(envelope, peer, self._run_id)
-        open_ = self._ballot
-        if open_ is not None and open_.concerns(message):
+        if self.ballot.receive(peer, message):
             if isinstance(message, Commit):
                 self._catch_up.hint(peer, message)
-            if getattr(message, "observer", False):
-                self._observers_seen = True
-            return self._feed(b.Received(peer, message))
+            return
         if message.round > self.state.round + 1:
             if not isinstance(message, Commit) and message.round == self.state.round + 2:
-                self._early.append((peer, message))
+                self.ballot.keep_early(peer, message)
             self._catch_up.hint(peer, message)
         elif isinstance(message, Commit):
             self._catch_up.hint(peer, message)
         elif (record := self.log.get(self.state.lineage)) and record.base_lineage == message.base_lineage:
-            self._answer(peer, message)
+            self.ballot.answer(peer, message)
         elif message.round == self.state.round + 1:
-            self._early.append((peer, message))
+            self.ballot.keep_early(peer, message)
             self._catch_up.hint(peer, message)
 
     # ------------------------------------------------------------------------------------------------ rounds
@@ -239,7 +242,7 @@ class Rounds:
                 if watch.done():
                     watch.result()
         finally:
-            self._end_exchange("stopped")
+            self.ballot.end_exchange("stopped")
             for task in (watch, stop):
                 task.cancel()
             await asyncio.gather(watch, stop, return_exceptions=True)
@@ -249,18 +252,22 @@ class Rounds:
         state = self.state
         self._replaced.clear()
         self._work.open()
-        self._open_round(state)
+        self._expect(state.electorate)
+        self.ballot.open(state, dead=self._dead(), abstain=self._must_abstain(state))
+        self._round_started = self._clock.now()
+        self.progress.samples = self.progress.steps = 0
+        self.progress.metrics = {}
         ahead = self._catch_up.next_commit(state.lineage)
         if ahead is not None:
             return await self._conclude(ahead, None, f"round {state.round + 1} was decided by others")
-        pump = asyncio.ensure_future(self._pump())
-        member = not self._ballot_open().observing
+        pump = asyncio.ensure_future(self.ballot.run())
+        member = not self.ballot.observing
         trainer = asyncio.ensure_future(self._train(state)) if member else None
         self.progress.phase = "training" if member else "waiting"
         if not member:
             self._say("waiting to be named a joiner", round=state.round + 1, electorate=len(state.electorate))
         replaced = asyncio.ensure_future(self._replaced.wait())
-        ends = {stop, replaced, self._decided}
+        ends = {stop, replaced, self.ballot.decided}
         owned = {pump, watch, *ends} | ({trainer} if trainer else set())
         try:
             while not any(end.done() for end in ends):
@@ -274,20 +281,14 @@ class Rounds:
             pump.cancel()
             replaced.cancel()
             await asyncio.gather(pump, replaced, return_exceptions=True)
-            self._end_exchange("round ended")
-            if self._timer is not None:
-                self._timer.cancel()
+            self.ballot.close("round ended")
             done = await self._await_trainer(trainer)
         if self.state is not state:
             self._saved = await self._save(None, None, done)  # replaced by a download
-        elif self._decided.done():
-            await self._conclude(self._decided.result(), done, "")
+        elif self.ballot.decided.done():
+            await self._conclude(self.ballot.decided.result(), done, "")
         elif done is not None:
             await self._save(None, None, done)
-
-    def _ballot_open(self) -> b.Ballot:
-        assert self._ballot is not None
-        return self._ballot
 
     def _must_abstain(self, state: SharedState) -> bool:
         """A member that has lost its disk may have voted in this round and not know it: with its second vote two majorities
@@ -314,37 +315,18 @@ class Rounds:
             await asyncio.gather(trainer, return_exceptions=True)
             raise
 
-    def _open_round(self, state: SharedState) -> None:
-        self._expect(state.electorate)
-        record = self._journal.ballot_record(state.round + 1, state.lineage)
-        self._previous = self._ballot
-        self._ballot = b.Ballot(
-            me=self.me,
-            electorate=state.electorate,
-            round_=state.round + 1,
-            base_lineage=state.lineage,
-            base_state_hash=state.hash,
-            timing=self._deadlines.timing(),
-            sign_vote=ballot_wire.vote_signer(self._identity, self._run_id),
-            record=record,
-            choose=choose_exchange,
-            dead=self._dead(),
-            abstain=self._must_abstain(state),
-        )
-        self._decided = asyncio.get_running_loop().create_future()
-        self._unsaved = None
-        self._events = asyncio.Queue(maxsize=4096)
-        self._observers_seen = False
-        self._round_started = self._clock.now()
-        self.progress.samples = self.progress.steps = 0
-        self.progress.metrics = {}
-        early, self._early = self._early, deque(maxlen=EARLY_MESSAGES_MAX)
-        self._feed(b.Tick())
-        for peer, message in early:
-            if self._ballot.concerns(message):
-                self._feed(b.Received(peer, message))
-            elif message.round > state.round + 1:
-                self._early.append((peer, message))
+    async def _entered(self, phase: Phase) -> None:
+        """The ballot has entered a phase."""
+        if self.me in self.state.electorate:
+            self.progress.phase = phase.value
+        await self._hold(phase.value, self.state.round + 1)
+
+    async def _state_saved(self) -> bool:
+        """Whether the state is on disk; tried again now and then while it is not."""
+        if not self._saved and self._clock.now() - self._save_tried > SAVE_RETRY_SECONDS:
+            self._save_tried = self._clock.now()
+            self._saved = await self._save(None, None, None)
+        return self._saved
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -352,23 +334,23 @@ class Rounds:
         """Inner steps until the round closes, then publish. None when the round was over before it began."""
         await self._catch_up.settled()
         await self._started.wait()
-        if self._decided.done():
+        if self.ballot.decided.done():
             return None
         if self._work.stopping:  # the round closes already: take part without an update
-            self._feed(b.LocalResult(None))
+            self.ballot.feed(LocalResult(None))
             return None
         self._round_started = self._clock.now()
         work = await self._work.train(state, self._after_step)
-        if self._decided.done():
+        if self.ballot.decided.done():
             return work
         header: Header | None = None
         try:
             header = await self._work.publish(state, work)
         except JournalFull as error:
-            self.journal_trouble = str(error)
+            self.ballot.journal_trouble = str(error)
             self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
-        self._feed(b.LocalResult(header))
-        self.report_held()
+        self.ballot.feed(LocalResult(header))
+        self.ballot.report_held()
         return work
 
     async def _after_step(self, stats: StepStats) -> None:
@@ -379,7 +361,7 @@ class Rounds:
         await self._hold("training", self.state.round + 1)
         reason = self._should_close(self._clock.now())
         if reason is not None and not self._work.stopping:
-            self._feed(b.CloseRound(reason))
+            self.ballot.feed(CloseRound(reason))
 
     def _should_close(self, now: float) -> str | None:
         """Why the round should close, or None. Pure but for what it reads."""
@@ -393,128 +375,11 @@ class Rounds:
         elapsed = now - self._round_started
         if elapsed >= settings.round_seconds_max:
             return f"{elapsed:.1f} s reach the limit of {settings.round_seconds_max} s at {total} samples"
-        if self._observers_seen and len(self.state.electorate) == 1:
+        if self.ballot.observers_seen and len(self.state.electorate) == 1:
             return "newcomers wait and nobody else is here"
         return None
 
     # ------------------------------------------------------------------------------------------------ ballot
-
-    def _feed(self, event: b.Event) -> None:
-        try:
-            self._events.put_nowait(event)
-        except asyncio.QueueFull:
-            self._say("event queue full, event dropped", level="warning", kind=type(event).__name__)
-
-    def report_held(self) -> None:
-        """Something arrived: tell the ballot what is held now."""
-        self._feed(b.Held(tuple(self._exchange.held())))
-
-    async def _pump(self) -> None:
-        """Feed the ballot and carry out what it says, in order."""
-        ballot = self._ballot
-        assert ballot is not None
-        while True:
-            event = await self._events.get()
-            before = ballot.phase
-            actions = ballot.handle(self._clock.now(), event)
-            muted = not await self._durable()
-            for action in actions:
-                muted = await self._perform(action, muted)
-            if ballot.phase is not before and ballot.phase is not b.Phase.DECIDED:
-                if self.me in self.state.electorate:
-                    self.progress.phase = ballot.phase.value
-                await self._hold(ballot.phase.value, ballot.round)
-
-    async def _perform(self, action: b.Action, muted: bool) -> bool:
-        """One action. Returns whether the rest of its batch must not be sent (a promise that is not durable)."""
-        match action:
-            case b.Persist(record):
-                self._unsaved = record
-                return not await self._durable()
-            case b.Send(to, message) if not muted:
-                envelope = ballot_wire.encode(message, self._identity, self._run_id)
-                for peer in to:
-                    self._post(peer, envelope)
-            case b.NeedLocalResult():
-                self._work.stop()
-            case b.StartExchange(roster):
-                self._begin_exchange(roster)
-            case b.StopExchange(reason):
-                self._end_exchange(reason)
-            case b.Decided(commit):
-                self._resolve(commit)
-            case b.WakeAt(at):
-                if self._timer is not None:
-                    self._timer.cancel()
-                delay = max(0.0, at - self._clock.now())
-                self._timer = asyncio.get_running_loop().call_later(delay, self._feed, b.Tick())
-            case b.Measured(wait, seconds):
-                self._deadlines.observe(wait, seconds)
-            case b.Note(reason):
-                self._say("ballot", level="debug", round=self.state.round + 1, reason=reason)
-        return muted
-
-    async def _durable(self) -> bool:
-        """Whether all that a message may reveal is on disk: the state that this round stands on, then promise and votes.
-
-        What could not be written is tried again before every batch, and until it succeeds nothing is sent: the ballot
-        counts a record as durable once it asked for it.
-        """
-        if not self._saved and self._clock.now() - self._save_tried > FETCH_RETRY_SECONDS:
-            self._save_tried = self._clock.now()
-            self._saved = await self._save(None, None, None)
-        if self._unsaved is not None and self._saved:
-            self.journal_trouble = await self._clock.run(lambda: self._try_to_save(self._unsaved))
-            if self.journal_trouble:
-                self._say("not voting: the journal cannot be written", level="error", cause=self.journal_trouble)
-            else:
-                self._unsaved = None
-        return self._saved and self._unsaved is None
-
-    def _try_to_save(self, record: b.BallotRecord | None) -> str:
-        """Why it could not be made durable, or "". Returned, not raised: the round may be over before anybody looks."""
-        try:
-            if record is not None:
-                self._journal.save_ballot(record)
-        except JournalFull as error:
-            return str(error)
-        return ""
-
-    def _begin_exchange(self, roster: Roster) -> None:
-        if roster.exchange is Exchange.RING_DENSE:
-            for header in roster.headers.values():
-                self._store.put(header, b"")
-            mine = next((h for h in roster.headers.values() if h.dot.peer == self.me), None)
-            self._dense.begin(roster, self._work.dense_vector if mine is not None else None)
-        else:
-            self._exchange.begin(transfer_of(roster))
-            self.report_held()
-
-    def _end_exchange(self, reason: str) -> None:
-        self._exchange.end(reason)
-        self._dense.end(reason)
-
-    def dense_complete(self, chunk_hashes: tuple[bytes, ...]) -> None:
-        """Every reduced chunk is here."""
-        self._feed(b.Held((), chunk_hashes))
-
-    def dense_failed(self, attempt: int, reason: str) -> None:
-        """A partial sum is lost: the attempt cannot complete."""
-        self._feed(b.ExchangeFailed(attempt, reason))
-
-    def _resolve(self, commit: Commit) -> None:
-        checked = check_commit(commit, self.state.electorate, self.state.round + 1, self.state.lineage)
-        if not self._decided.done():
-            self._decided.set_result(checked)
-
-    def _answer(self, peer: str, message: Message) -> None:
-        """A straggler of the previous round: the decided ballot answers it."""
-        if self._previous is not None and self._previous.concerns(message):
-            for action in self._previous.handle(self._clock.now(), b.Received(peer, message)):
-                if isinstance(action, b.Send):
-                    envelope = ballot_wire.encode(action.message, self._identity, self._run_id)
-                    for to in action.to:
-                        self._post(to, envelope)
 
     # ------------------------------------------------------------------------------------------------ commit
 
@@ -562,8 +427,8 @@ class Rounds:
     def poke(self, peer: str, tip: bytes) -> None:
         """Records that continue our state are known: let the open round be decided by the first of them."""
         later = self.log.after(self.state.lineage, tip, limit=1)
-        if later and not self._decided.done():
-            self._feed(b.Received(peer, later[0].checked.commit))
+        if later and not self.ballot.decided.done():
+            self.ballot.feed(Received(peer, later[0].checked.commit))
 
     def start_log(self, chain: list[Commit], state: SharedState) -> None:
         """A log of its own for a state whose chain does not reach ours."""
@@ -589,15 +454,3 @@ class Rounds:
             self._say("committed updates are missing", level="warning", missing=len(missing), attempt=attempt)
             await self._clock.sleep(FETCH_RETRY_SECONDS)
         return None
-
-
-def transfer_of(roster: Roster) -> Transfer:
-    """The exchange's view of a roster."""
-    sparse = {h: header for h, header in roster.headers.items() if header.encoding is Encoding.SPARSE}
-    if roster.exchange is Exchange.NOTHING:
-        sparse = {}
-    return Transfer(
-        key=(roster.round, roster.base_lineage, roster.attempt),
-        order=roster.peers,
-        headers=sparse,
-    )
