@@ -39,7 +39,7 @@ from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
-from .store.datadir import DataDir
+from .store.datadir import DataDir, damaged
 from .store.journal import Journal, JournalFull, OwnUpdate
 from .swarm.gossip import Gossip
 from .swarm.local_work import Work
@@ -297,6 +297,11 @@ class Node:
         checkpoint = await self.clock.run(lambda: self.checkpoints.newest(self.warn))
         if checkpoint is not None:
             self._check_size(checkpoint)
+            if self.run_.genesis is None:  # lost: whoever is in the run has it
+                if self.run_.invite is None and not self.cache.peers:
+                    raise damaged(self.data.genesis, "it is missing, and nobody is known who could give it")
+                await self.entry.wait_genesis()
+                self.run_.save()
             return checkpoint
         if founding or (self.run_.genesis is None and self.run_.invite is None and not self.cache.peers):
             await self._found()

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from google.protobuf.message import DecodeError
+
 from ..protocol.admission import Admission, Bans
-from ..protocol.errors import ExitCode, ShoalError
+from ..protocol.errors import ExitCode, PeerFault, ShoalError
 from ..protocol.invite import Invite
 from ..protocol.transport import StreamClosed
 from ..protocol.wire_pb2 import Signed
 from . import config as configuration
 from .config import Config
-from .store.datadir import DataDir
+from .store.checkpoint import Checkpoints
+from .store.datadir import DataDir, damaged
 from .swarm.manifest import RunInfo, open_genesis
 
 
@@ -44,11 +47,13 @@ class Run:
             given_run: the configuration file has [run] tables, so they must agree with a run already on disk.
 
         Raises:
-            ShoalError: MISMATCH when the data directory belongs to another run.
+            ShoalError: MISMATCH when the data directory belongs to another run, DISK when a file of it is damaged.
         """
         on_disk = self._data.read(self._data.manifest)
         if on_disk:
             self._go_on(on_disk, given_run)
+        elif Checkpoints(self._data.checkpoints, disk=self._data.disk).paths():
+            raise damaged(self._data.manifest, "it is missing or empty, and there are checkpoints of a run")
         elif self.invite is not None:
             self.id = self.invite.run_id
         else:
@@ -56,9 +61,18 @@ class Run:
             self.id = configuration.run_id_of(self.manifest)
         founding = not on_disk and self.invite is None
         self._open_admission(founding)
-        if genesis := self._data.read(self._data.genesis):
-            self.genesis = Signed.FromString(genesis)
+        if on_disk and (genesis := self._data.read(self._data.genesis)):
+            self.genesis = self._genesis_on_disk(genesis)
         return founding
+
+    def _genesis_on_disk(self, data: bytes) -> Signed:
+        try:
+            genesis = Signed.FromString(data)
+            open_genesis(genesis, self.id)
+        except (DecodeError, PeerFault) as error:
+            why = f"{error}; it is no genesis of run {self.id.hex()[:16]}, which {self._data.manifest.name} names"
+            raise damaged(self._data.genesis, why) from None
+        return genesis
 
     def _go_on(self, on_disk: bytes, given_run: bool) -> None:
         self.id = configuration.run_id_of(on_disk)
@@ -74,20 +88,33 @@ class Run:
                 todo="Use another --data-dir for the other run, or leave the [run] tables as they were.",
                 code=ExitCode.MISMATCH,
             )
-        self.take_manifest(on_disk)
+        try:
+            self.take_manifest(on_disk)
+        except PeerFault as fault:
+            raise damaged(self._data.manifest, str(fault)) from None
 
     def _open_admission(self, founding: bool) -> None:
         table = self.config.run.admission
         mode = table.mode if self.manifest else ("token" if self.invite and self.invite.token else "open")
         self.admission = Admission(mode, frozenset(table.allow))
         if secrets := self._data.read(self._data.secrets):
-            saved = json.loads(secrets)
-            self.admission.load(saved["admission"])
-            self.bans = Bans.from_dict(saved["bans"])
+            try:
+                saved = json.loads(secrets)
+                self.admission.load(saved["admission"])
+                self.bans = Bans.from_dict(saved["bans"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise damaged(self._data.secrets, repr(error)) from None
         if founding and mode == "token":
             self.admission.key = self._random_bytes(32)
         if self.invite is not None and self.invite.token and not self.admission.key:
             self.admission.token = self.invite.token
+        if self.manifest and mode == "token" and not (self.admission.key or self.admission.token):
+            raise ShoalError(
+                "This node has lost what lets it into its run",
+                values=f"{self._data.secrets} holds no admission key, and run {self.id.hex()[:16]} admits by token",
+                todo="Restore that file, or ask a member for an invite and `shoal join` it with this --data-dir.",
+                code=ExitCode.DISK,
+            )
 
     def take_manifest(self, manifest: bytes) -> None:
         """From here on `config.run` is the manifest's. Raises PeerFault("bad_manifest")."""
@@ -95,8 +122,16 @@ class Run:
         self.config = self.config.model_copy(update={"run": configuration.run_from_manifest(manifest)})
 
     def learned(self, info: RunInfo) -> None:
-        """A member gave us the manifest."""
-        self.take_manifest(info.manifest)
+        """A member gave us the manifest. Raises ShoalError(MISMATCH) when this version of shoal cannot read it."""
+        try:
+            self.take_manifest(info.manifest)
+        except PeerFault as fault:
+            raise ShoalError(
+                "This version of shoal does not understand the run's manifest",
+                values=f"run {self.id.hex()[:16]}: {fault.detail}",
+                todo="Install the version of shoal that the run was founded with.",
+                code=ExitCode.MISMATCH,
+            ) from None
         self.admission.mode = self.config.run.admission.mode
         self.admission.allowed = frozenset(self.config.run.admission.allow)
         self.save_secrets()

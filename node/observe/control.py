@@ -99,6 +99,8 @@ class ControlServer:
             await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError, ConnectionError):
             pass  # a caller that left or sends nonsense
+        except asyncio.CancelledError:
+            pass  # closing; asyncio's streams would print a traceback for a handler that ends cancelled
         finally:
             self._open.discard(task)
             writer.close()

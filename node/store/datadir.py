@@ -36,6 +36,16 @@ def disk_error(path: Path, error: OSError) -> ShoalError:
     )
 
 
+def damaged(path: Path, why: str) -> ShoalError:
+    """The three-part form of a file that was written whole and cannot be read: it is never guessed at or made anew."""
+    return ShoalError(
+        "A file of the data directory is damaged",
+        values=f"{path}: {why}",
+        todo="Restore it from a backup, or join the run anew with another --data-dir.",
+        code=ExitCode.DISK,
+    )
+
+
 class DataDir:
     """An open, locked data directory."""
 

@@ -202,3 +202,21 @@ def test_the_folder_of_a_killed_daemon_is_swept_away_and_no_other(tmp_path):
     path = folder / "control.sock"
     assert serving(path, lambda: call(path, "echo", {}, timeout_s=5)) == {"params": {}}
     assert precious.exists()
+
+
+def test_closing_under_a_waiting_caller_prints_no_traceback(tmp_path):
+    path, told = tmp_path / "control.sock", []
+
+    async def story():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        server = ControlServer(path, {"echo": echo}, told.append)
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        while not server._open:
+            await asyncio.sleep(0)
+        await server.close()
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+    asyncio.run(story())
+    assert told == []
