@@ -10,7 +10,10 @@ back, until the two chains meet. Every record is checked against the electorate 
     the winner's state, and their own lost work flows back damped;
   * the fork is older than all records: nothing is adopted. Whoever shows such a lineage, or one that nobody has records of,
     is reported once and not waited for; one peer can show anything. When it is more than half of our electorate, the node
-    stops and says what a person has to decide.
+    stops and says what a person has to decide;
+  * we were away for more rounds than records are kept: no record can tell then whether theirs continues ours. Their version
+    vector can: a branch that we have and they have not left dots in ours. When it has all that ours has, their state is
+    taken as a newcomer takes it; when not, the node stops as above.
 
 Does not cover: the download itself (state_sync.py).
 """
@@ -26,6 +29,7 @@ from ...protocol.ballot_wire import encode_commit
 from ...protocol.commit import CommitRecord, Winner, check_commit, electorate_after
 from ...protocol.errors import ExitCode, PeerFault, ShoalError
 from ...protocol.transport import Clock
+from ...protocol.version import Order
 from ...protocol.wire_pb2 import CommitRequest, Envelope, Summary
 from .state import SharedState, weights_of
 
@@ -77,7 +81,7 @@ class CatchUp:
         self._post = post
         self._summaries = summaries
         self._download, self._records, self._keep_records = download, records, keep_records
-        self._deepen_at = 0.0
+        self._deepen_at = self._afar_at = 0.0
         self._say = say
         self._conflict = conflicts_seen
         self._rounds: Rounds | None = None
@@ -189,6 +193,7 @@ class CatchUp:
                     self._ask(rounds, peer, summary)
             if any(count > VAIN_MAX for count in self._vain.values()):
                 await self._deepen(rounds, sorted(behind))
+                await self._return_from_afar(rounds)
 
     async def _deepen(self, rounds: Rounds, peers: list[str]) -> None:
         """No common commit with somebody: our own log may begin later than the fork. Whoever was on our branch knows more."""
@@ -244,15 +249,38 @@ class CatchUp:
         apart = members & self._apart
         # A log that still reaches back to where it began says only that they have not answered (yet).
         full = sum(1 for _ in rounds.log.chain(rounds.state.lineage)) >= rounds.log.kept - 1
-        if full and 2 * len(apart) > len(members):
-            raise ShoalError(
-                "This peer and the swarm are on different branches and no common commit is on record",
-                values=f"{mine}, {theirs}; so do {len(apart)} of {len(members)} members; records are kept for "
-                f"{rounds.log.kept} rounds",
-                todo="Decide which branch stands: keep this one with `shoal up` away from the others, or join theirs "
-                "with a new data directory.",
-                code=ExitCode.DIVERGED,
+        if full and 2 * len(apart) > len(members) and not self._afar(rounds):
+            raise _diverged(rounds, f"{mine}, {theirs}; so do {len(apart)} of {len(members)} members")
+
+    def _afar(self, rounds: Rounds) -> list[str]:
+        """Members without a common commit that are further ahead than records are kept, when they are half of the electorate
+        or more: with ourselves in it, most of the others. Else nobody."""
+        members, seen = set(rounds.state.electorate), self._summaries()
+        ahead = [
+            p
+            for p in sorted(members & self._apart & seen.keys())
+            if seen[p].round - rounds.state.round > rounds.log.kept
+        ]
+        return ahead if 2 * len(ahead) >= len(members) else []
+
+    async def _return_from_afar(self, rounds: Rounds) -> None:
+        """Take the swarm's state if it has all that ours has. Raises ShoalError(DIVERGED) if it has not."""
+        holders, before = self._afar(rounds), rounds.state
+        if not holders or self._clock.now() < self._afar_at:
+            return
+        self._afar_at = self._clock.now() + DEEPEN_SECONDS
+        reason = f"away for more than the {rounds.log.kept} rounds that records are kept"
+        state = await self._download(None, holders, reason)
+        if state is None or state.round <= before.round:
+            return
+        chain = await self._records(holders, state)
+        if rounds.state is not before:
+            return
+        if before.vector.compare(state.vector) not in (Order.BEFORE, Order.EQUAL):
+            raise _diverged(
+                rounds, f"mine round {before.round} holds updates that theirs of round {state.round} does not"
             )
+        await self._take(rounds, state, chain, None, reason)
 
     async def _compare(self, rounds: Rounds, peer: str, summary: Summary) -> None:
         """Their tip is on record: go there, or resolve the fork."""
@@ -303,8 +331,23 @@ class CatchUp:
         if state.round < rounds.state.round and fork is None:
             self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
             return
+        await self._take(rounds, state, chain, fork, reason)
+
+    async def _take(
+        self, rounds: Rounds, state: SharedState, chain: list[Commit], fork: bytes | None, reason: str
+    ) -> None:
         self._learn(rounds, state, chain)
         rounds.replace(state, fork, reason)
         # On disk the records must end in the state, or a restart would know only those after the next one.
         behind = [record.checked.commit for record in rounds.log.chain(state.lineage)][::-1]
         await self._keep_records(behind)
+
+
+def _diverged(rounds: Rounds, sides: str) -> ShoalError:
+    return ShoalError(
+        "This peer and the swarm are on different branches and no common commit is on record",
+        values=f"{sides}; records are kept for {rounds.log.kept} rounds",
+        todo="Decide which branch stands: keep this one with `shoal up` away from the others, or join theirs "
+        "with a new data directory.",
+        code=ExitCode.DIVERGED,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -408,6 +408,45 @@ def test_most_of_us_on_a_fork_older_than_the_records_stops_the_node() -> None:
         swarm.show(peer, commits(sha256(b"elsewhere"), 40), answers=False)
     swarm.watched(ASK_SECONDS * 2 * VAIN_MAX)
     assert len(swarm.conflicts) == 3
+
+
+def away(mine: dict[tuple[str, int], tuple[int, bytes]], theirs: dict[tuple[str, int], tuple[int, bytes]]) -> Swarm:
+    """We have round 5; most of our electorate shows round 40 and has records of the last ten alone."""
+    swarm = Swarm(Rounds(commits(ROOT, 5), kept=10))
+    now = commits(sha256(b"long forgotten"), 40)
+    for peer in "bcd":
+        swarm.show(peer, now, answers=False)
+    swarm.rounds.state = replace(swarm.rounds.state, vector=VersionVector(mine))
+    swarm.downloads = [None, replace(state(40, tip(now)), vector=VersionVector(theirs))]
+    swarm.chain_of_download = now[-10:]
+    return swarm
+
+
+HEAD, OTHER = sha256(b"head"), sha256(b"other head")
+
+
+def test_who_was_away_for_longer_than_records_are_kept_comes_back_as_a_newcomer() -> None:
+    swarm = away({("a", 1): (2, HEAD), ("b", 1): (5, HEAD)}, {("a", 1): (2, HEAD), ("b", 1): (39, OTHER)})
+    swarm.watched(ASK_SECONDS * 3 * VAIN_MAX)
+    (new, fork, reason) = swarm.rounds.replaced[0]
+    assert (new.round, fork) == (40, None) and "away" in reason
+    assert len(swarm.downloaded) == 2  # the first one failed
+    assert swarm.downloaded[0][0] == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("theirs", [{("b", 1): (39, OTHER)}, {("a", 1): (2, OTHER), ("b", 1): (39, OTHER)}])
+def test_who_was_away_on_a_branch_that_the_others_do_not_have_is_told(theirs: dict[Any, Any]) -> None:
+    swarm = away({("a", 1): (2, HEAD), ("b", 1): (5, HEAD)}, theirs)
+    with pytest.raises(ShoalError, match="different branches") as caught:
+        swarm.watched(ASK_SECONDS * 3 * VAIN_MAX)
+    assert caught.value.code is ExitCode.DIVERGED and not swarm.rounds.replaced
+
+
+def test_few_who_claim_to_be_far_ahead_are_not_followed() -> None:
+    swarm = away({}, {})
+    del swarm.shown["c"], swarm.shown["d"]
+    swarm.watched(ASK_SECONDS * 2 * VAIN_MAX)
+    assert not swarm.downloaded and len(swarm.conflicts) == 1
 
 
 # --- silence and lies -------------------------------------------------------------------------------------------------
