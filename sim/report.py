@@ -125,8 +125,9 @@ class Report:
 
         return page(self)
 
-    def write(self, folder: Path) -> list[Path]:
+    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """`report.json` and `report.html` in `folder`, which is made. Raises ShoalError when it cannot be written."""
+        folder = Path(folder)
         written = [folder / "report.json", folder / "report.html"]
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class Trainables:
         """
         if theta.shape != (self.layout.size,):
             raise ValueError(f"theta has shape {theta.shape}, the layout has {self.layout.size} parameters")
-        flat = torch.from_numpy(np.ascontiguousarray(theta, dtype=np.float32))
+        flat = torch.from_numpy(np.array(theta, np.float32))  # a copy: of a read-only array torch would warn
         for master, part in zip(self.masters, flat.split([m.numel() for m in self.masters]), strict=True):
             master.copy_(part.view_as(master))
         self.publish()

@@ -16,6 +16,7 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ExitCode, PeerFault, ShoalError
 
 CORRECTION = "run.grpo.vllm_importance_sampling_correction"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
@@ -264,6 +265,11 @@ def test_every_key_is_described_and_in_the_example():
         if key[-1] != "test_hold":
             assert re.search(rf"^# {key[-1]} =|^(# )?\[{re.escape('.'.join(key))}\]", text, re.MULTILINE), key
     assert "test_hold" not in text
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_the_examples_are_right(path):
+    load_config(path)
 
 
 def test_the_documentation_has_the_example_as_it_is():

@@ -77,7 +77,7 @@ def test_an_empty_simulation_can_be_described_and_drawn():
 
 
 def test_files_are_whole_or_not_there(tmp_path):
-    written = a_report().write(tmp_path / "deep" / "er")
+    written = a_report().write(str(tmp_path / "deep" / "er"))  # a text or a Path
     assert [p.name for p in written] == ["report.json", "report.html"]
     assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["report.html", "report.json"]
     assert Report.from_dict(json.loads(written[0].read_text())) == a_report()
