@@ -2,19 +2,32 @@
 
 Prompts lie at the right end of their columns (left padding), completions at the left of theirs; masks come from
 lengths, never from token ids, and position ids are explicit, so padding shifts nothing. Logits are computed at
-completion positions only. Does not sample (`rollout.py`) and does not compute a loss (`losses.py`).
+completion positions only, in chunks; shared prompts run once (`packed.py`). Does not sample (`rollout.py`) and does not
+compute a loss (`losses.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
+
+from .packed import checkpointed, hidden_states, pack
+
+LOGITS_MAX = 1 << 23  # logits that exist at a time, 32 MiB in fp32: large enough for the matrix product to be efficient
+PROBE_GAP_MAX = 1e-3  # nats between two ways to compute the same log-prob: rounding stays far below, mistakes above
+PROBE_GAP_MAX_16_BIT = 0.1  # the same for 16-bit weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +73,19 @@ class Batch:
         return columns.unsqueeze(0) >= width - self.prompt_lengths.unsqueeze(1)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says about the tokens of n completions.
+
+    Attributes:
+        logps: fp32 [n, C], 0 at padding.
+        entropies: fp32 [n, C], nats, of the distribution at each token (after temperature); None unless asked for.
+    """
+
+    logps: Tensor
+    entropies: Tensor | None
+
+
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token id lists to int64 [n, width] with padding in front, and their lengths, int64 [n]."""
     width = max(len(row) for row in rows)
@@ -74,21 +100,138 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) 
     return ids.to(device), torch.tensor([len(row) for row in rows], dtype=torch.int64).to(device)
 
 
-def completion_logps(model: Any, batch: Batch, *, temperature: float = 1.0) -> Tensor:
-    """log p(completion token | everything before it), fp32 [n, C]; values at padding are meaningless.
+def completion_logps(model: Any, batch: Batch, *, temperature: float = 1.0, recompute: bool = False) -> Tensor:
+    """log p(completion token | everything before it), fp32 [n, C], 0 at padding; see `token_scores`."""
+    return token_scores(model, batch, temperature=temperature, recompute=recompute).logps
 
-    A prompt that several completions share is computed once, forward and backward.
+
+def token_scores(
+    model: Any,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    recompute: bool = False,
+    shared_prefix: bool | None = None,
+) -> TokenScores:
+    """Log-probs and entropies of the completions' tokens; gradients flow unless the caller disables them.
+
+    A prompt that several completions share is computed once, forward and backward, and padding not at all, where the
+    model allows it (`runs_packed`). Logits exist for a chunk of tokens at a time, in the backward pass too. Under
+    autocast the model runs in its data type, and from the logits on everything is fp32.
 
     Args:
-        model: a causal LM on the batch's device; gradients flow unless the caller disables them.
+        model: a causal LM on the batch's device, with or without PEFT around it.
         temperature: divides the logits, as in sampling.
+        with_entropy: whether to compute entropies.
+        entropy_grad: whether entropies carry a gradient.
+        recompute: run the layers again in the backward pass instead of keeping their activations (gradient
+            checkpointing): about a third more time, and memory for one layer's activations instead of all.
+        shared_prefix: whether to run the prompts once; None asks `runs_packed`. False is the plain way.
     """
-    shared = len(batch.prompt_ids) < len(batch.completion_ids)
-    logits = (_logits_from_shared_prompts if shared else _logits_in_one_pass)(model, batch).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
-    return chosen - torch.logsumexp(logits, dim=-1)
+    base, mask = _base(model), batch.completion_mask()
+    if shared_prefix is None:
+        shared_prefix = runs_packed(model) and _in_window(base, batch)
+    if shared_prefix:
+        packing = pack(
+            batch.prompt_ids, batch.prompt_lengths, batch.prompt_of, batch.completion_ids, batch.completion_lengths
+        )
+        hidden = hidden_states(base, packing, recompute=recompute).index_select(0, packing.predicts[mask])
+        head = base.get_output_embeddings()
+    else:
+        with checkpointed(base) if recompute else nullcontext():
+            hidden = _logits_in_one_pass(model, batch)[mask]
+        head = nn.Identity()
+    scored = _score(head, hidden, batch.completion_ids[mask], temperature, with_entropy, entropy_grad)
+    return TokenScores(*(None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scored))
+
+
+def _score(
+    head: Any, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool, entropy_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob and entropy of each of T tokens from the hidden state in front of it, a chunk of rows at a time."""
+
+    def chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        norm = torch.logsumexp(logits, dim=-1)
+        logps = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
+        if not with_entropy:
+            return logps, logps.detach()
+        with nullcontext() if entropy_grad else torch.no_grad():
+            probs = torch.exp(logits - norm.unsqueeze(-1))
+            return logps, norm - torch.where(probs > 0, probs * logits, torch.zeros_like(probs)).sum(-1)
+
+    weight = getattr(head, "weight", None)
+    vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
+    rows = max(1, LOGITS_MAX // vocabulary)
+    parts = []
+    for states, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        if torch.is_grad_enabled() and len(tokens) > rows:
+            parts.append(checkpoint(chunk, states, chosen, use_reentrant=False))
+        else:  # a single chunk is within the bound anyway
+            parts.append(chunk(states, chosen))
+    logps = torch.cat([p[0] for p in parts])
+    return logps, torch.cat([p[1] for p in parts]) if with_entropy else None
+
+
+def runs_packed(model: Any) -> bool:
+    """Whether prompts can be run once for all their completions; measured once for each model and remembered.
+
+    Models differ in ways that no flag tells (scaled or capped logits, sinks, recurrent layers, routing that looks at
+    other tokens): a few tokens are run both ways, and where they disagree the plain way is taken from then on.
+    """
+    base = _base(model)
+    if base not in _RUNS_PACKED:
+        reason = _why_not_packed(model)
+        if reason:
+            log.info(
+                "the prompt of a group is computed once for each completion of %s: %s", type(base).__name__, reason
+            )
+        _RUNS_PACKED[base] = not reason
+    return _RUNS_PACKED[base]
+
+
+def _in_window(base: Any, batch: Batch) -> bool:
+    """Whether layers that attend to a window of tokens see all of the batch."""
+    window = getattr(base.config.get_text_config(), "sliding_window", None)
+    return window is None or int((batch.prompt_lengths[batch.prompt_of] + batch.completion_lengths).max()) <= window
+
+
+_RUNS_PACKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _why_not_packed(model: Any) -> str:
+    """Empty where a model runs packed, else the reason."""
+    base = _base(model)
+    config = base.config.get_text_config()
+    device = next(base.parameters()).device
+    ids = (torch.arange(2, 14, device=device) % config.vocab_size).view(2, 6)
+    lengths = torch.tensor([2, 6, 1, 4], device=device)
+    batch = Batch(
+        prompt_ids=ids[:, :5],
+        prompt_lengths=torch.tensor([5, 3], device=device),
+        prompt_of=torch.tensor([0, 0, 1, 1], device=device),
+        completion_ids=ids.flip(1).repeat_interleave(2, dim=0),
+        completion_lengths=lengths,
+    )
+    training = base.training
+    base.eval()
+    try:
+        plain = token_scores(model, batch, shared_prefix=False).logps
+        packed = token_scores(model, batch, shared_prefix=True).logps
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        base.train(training)
+    gap = float((packed - plain).abs().max())
+    bound = PROBE_GAP_MAX if next(base.parameters()).dtype == torch.float32 else PROBE_GAP_MAX_16_BIT
+    return "" if gap <= bound else f"log-probs differ by {gap:.2g}"
 
 
 def _logits_in_one_pass(model: Any, batch: Batch) -> Tensor:
@@ -101,34 +244,6 @@ def _logits_in_one_pass(model: Any, batch: Batch) -> Tensor:
         position_ids=positions(mask),
         keep=batch.completion_ids.shape[1] + 1,
     )[:, :-1]  # the last one predicts the token after the completion
-
-
-def _logits_from_shared_prompts(model: Any, batch: Batch) -> Tensor:
-    """Prompts first, into a cache that carries gradients; then every completion from its prompt's cache."""
-    prompt_mask, prompt_of = batch.prompt_mask(), batch.prompt_of
-    cache = new_cache(model)
-    first = forward_logits(
-        model,
-        input_ids=batch.prompt_ids,
-        attention_mask=prompt_mask,
-        position_ids=positions(prompt_mask),
-        keep=1,
-        cache=cache,
-    )[prompt_of]
-    width = batch.completion_ids.shape[1]
-    if width == 1:
-        return first
-    cache.batch_select_indices(prompt_of)
-    mask = torch.cat([prompt_mask[prompt_of], batch.completion_mask()[:, :-1]], dim=1)
-    rest = forward_logits(
-        model,
-        input_ids=batch.completion_ids[:, :-1],
-        attention_mask=mask,
-        position_ids=positions(mask)[:, -(width - 1) :],
-        keep=width - 1,
-        cache=cache,
-    )
-    return torch.cat([first, rest], dim=1)
 
 
 def new_cache(model: Any) -> DynamicCache:
