@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -19,6 +20,9 @@ from .wire_pb2 import MemberRecord, Signed, Summary, Swim
 # so what is appended to one in fields that nobody knows would be kept by everybody. RUMOURS_PER_MESSAGE_MAX of them, with
 # their signatures, fit into MESSAGE_BYTES_MAX.
 RECORD_BYTES_MAX = limits.ADDRESSES_MAX * (limits.ADDRESS_CHARS_MAX + 3) + 256
+
+# One record is told many times by many: it is decoded and verified once. At the largest size they are 20 MiB.
+OPENED_MAX = 8192
 
 _ROLES = {State.ALIVE: "alive", State.SUSPECT: "suspect", State.DEAD: "dead", State.LEFT: "left"}
 _STATES = {state.value for state in State}
@@ -48,6 +52,12 @@ def sign_record(identity: Identity, run_id: bytes, record: Record) -> Record:
 
 def open_record(signed: Signed, run_id: bytes) -> Record:
     """Verify one rumour. Raises PeerFault("bad_rumour", "bad_signature" or "bad_peer_id")."""
+    return _open_record(signed.body, signed.signature, run_id)
+
+
+@lru_cache(maxsize=OPENED_MAX)  # keeps no failures
+def _open_record(body: bytes, signature: bytes, run_id: bytes) -> Record:
+    signed = Signed(body=body, signature=signature)
     _need(len(signed.body) <= RECORD_BYTES_MAX, f"record of {len(signed.body)} bytes, limit {RECORD_BYTES_MAX}")
     wire = MemberRecord()
     try:
@@ -69,7 +79,7 @@ def open_record(signed: Signed, run_id: bytes) -> Record:
         state=state,
         incarnation=wire.incarnation,
         counter=wire.counter,
-        signed=Signed(body=signed.body, signature=signed.signature).SerializeToString(deterministic=True),
+        signed=signed.SerializeToString(deterministic=True),
     )
     if not own:
         return replace(record, reporter=wire.reporter)
@@ -102,8 +112,10 @@ def encode(message: Message) -> Swim:
         kind=message.kind.value,  # pyright: ignore[reportArgumentType]
         nonce=message.nonce,
         target=message.target,
-        rumours=[Signed.FromString(record.signed) for record in message.rumours if record.signed],
     )
+    for record in message.rumours:
+        if record.signed:
+            wire.rumours.add().MergeFromString(record.signed)
     if message.summary is not None:
         wire.summary.CopyFrom(message.summary)
     return wire
