@@ -40,6 +40,25 @@ class QuadraticConfig(Table):
     """Every step sleeps this long, in place of work."""
 
 
+class BanditConfig(Table):
+    """The numpy learner with a policy: a contextual bandit whose best reward is known, no model."""
+
+    features: int = Field(default=16, ge=1, le=1_000_000)
+    """Of a context; features x arms parameters are trained."""
+    arms: int = Field(default=8, ge=2, le=10_000)
+    """To choose from; more take longer to find out."""
+    contexts: int = Field(default=256, ge=1, le=1_000_000)
+    """How many there are; every step's loss is the mean over all."""
+    contexts_per_step: int = Field(default=8, ge=1, le=4096)
+    """Drawn in an inner step. More make it steadier and slower."""
+    num_generations: int = Field(default=8, ge=2, le=1024)
+    """Arms drawn for each context (the group), compared with their mean."""
+    learning_rate: float = Field(default=0.5, gt=0, le=100)
+    """SGD step; too high settles on an arm too early."""
+    step_seconds: float = Field(default=0.0, ge=0, le=60)
+    """Every step sleeps this long, in place of work."""
+
+
 class SyncConfig(Table):
     """When rounds close and how updates are merged."""
 
@@ -122,8 +141,8 @@ class RunConfig(Table):
     """For people."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the tiny model's weights, LoRA's A, the data stream and its split."""
-    learner: Literal["grpo", "quadratic"] = "grpo"
-    """"grpo" trains a language model; "quadratic" is the numpy stand-in."""
+    learner: Literal["grpo", "quadratic", "bandit"] = "grpo"
+    """"grpo" trains a language model; "quadratic" (known optimum) and "bandit" (known best reward) are numpy stand-ins."""
     compression: str = "short"
     """Preset ("short", "demo", "long", "sparseloco", "dense-8bit", "dense-fp16", "dense") or density/bits ("0.05/4").
     Sparser costs less traffic and lags in short runs, until the residual has filled."""
@@ -139,6 +158,8 @@ class RunConfig(Table):
     """[run.warmup]"""
     quadratic: QuadraticConfig = QuadraticConfig()
     """[run.quadratic]"""
+    bandit: BanditConfig = BanditConfig()
+    """[run.bandit]"""
     sync: SyncConfig = SyncConfig()
     """[run.sync]"""
     admission: AdmissionConfig = AdmissionConfig()

@@ -1,7 +1,8 @@
 """The one interface through which the swarm code knows training.
 
 Covers: what a learner must offer (`Learner`) and the values it returns. Does not cover: any learner; those are
-`node/quadratic.py` (numpy, known optimum) and `node/rl/learner.py` (a language model under GRPO).
+`node/quadratic.py` (numpy, known optimum), `node/bandit.py` (numpy, known best reward) and `node/rl/learner.py` (a
+language model under GRPO).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ..protocol.errors import ExitCode, ShoalError
+from .bandit import BanditLearner
 from .config import Config
 from .learner import Learner
 from .quadratic import QuadraticLearner
@@ -38,13 +39,15 @@ def build(config: Config, peer_id: str, data_dir: Path, progress: Progress) -> N
             peer_seed=peer_seed,
             step_seconds=table.step_seconds,
         )
+    if run.learner == "bandit":
+        return BanditLearner(**run.bandit.model_dump(), seed=run.seed, peer_seed=peer_seed)
     try:
         from .rl.build import build_learner
     except ImportError as error:
         raise ShoalError(
             "The language-model learner cannot be loaded",
             values=f"{error}; the learner needs torch, transformers, peft and reasoning_gym",
-            todo="Reinstall shoal, or use run.learner = 'quadratic' to see the network alone.",
+            todo="Reinstall shoal, or use run.learner = 'quadratic' or 'bandit' to see the network alone.",
             code=ExitCode.DEPENDENCY,
         ) from None
     model = run.model
