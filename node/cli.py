@@ -364,6 +364,8 @@ def run(arguments: list[str]) -> int:
     except ShoalError as error:
         return _report(error, as_json)
     except (click.exceptions.Abort, KeyboardInterrupt):
+        if as_json:
+            _json_error("interrupted", "ended by a signal before it was done", "Run it again.", INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`shoal peers | head`); say nothing more to it, not even at exit.

@@ -289,7 +289,10 @@ async def _run(options: DemoOptions, directory: Path) -> tuple[dict[str, Any], i
 def run_demo(options: DemoOptions) -> int:
     """Run the demonstration; returns the exit code. Prints one JSON line on stdout with `--json`.
 
-    Raises ShoalError: CONFIG for an unknown compression, before anything is started or written.
+    Raises:
+        ShoalError: CONFIG for an unknown compression, before anything is started or written; FAILED when a peer ends by
+            itself or nothing moves any more.
+        KeyboardInterrupt: it was ended by SIGINT or SIGTERM, and all peers have left.
     """
     if options.compression is not None:
         parse_compression(options.compression)
@@ -302,7 +305,7 @@ def run_demo(options: DemoOptions) -> int:
         done = code == ExitCode.OK
     except asyncio.CancelledError:
         print("stopped; every peer was asked to leave", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt from None
     finally:
         if done and not kept:
             shutil.rmtree(directory, ignore_errors=True)

@@ -189,12 +189,14 @@ def test_a_crash_on_a_full_disk_is_still_said(capsys, monkeypatch):
     assert "no crash file could be written" in capsys.readouterr().err
 
 
-def test_ctrl_c(monkeypatch):
+def test_ctrl_c(monkeypatch, capsys):
     def interrupted(config, invite, *, given_run=False):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shoal.node.daemon, "run_daemon", interrupted)
     assert cli.run(["up"]) == cli.INTERRUPTED
+    assert cli.run(["up", "--json"]) == cli.INTERRUPTED
+    assert last_json(capsys.readouterr().out)["error"]["code"] == cli.INTERRUPTED
 
 
 def test_a_reader_that_goes_away_is_no_crash():
