@@ -24,9 +24,20 @@ COMMANDS_GROUP = "shoal.commands"  # entry points of this group are commands, to
 INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 # docs/commands.md has the causes.
 CODES = "\b\nExit codes:\n" + "\n".join(f"{int(c):3d}  {c.name.lower().replace('_', ' ')}" for c in ExitCode)
+
+
+class Folder(click.Path):
+    """A path. An empty one (an unset variable in a script) would silently mean the folder that the command runs in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; name a folder, . for this one", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 data_dir_option = click.option(
     "--data-dir",
-    type=click.Path(path_type=Path),
+    type=Folder(path_type=Path),
     default=None,
     help="The node's folder: identity, state, logs, control socket. [default: $SHOAL_NODE__DATA_DIR or ~/.shoal]",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import Any
@@ -17,6 +18,7 @@ from .status import describe, describe_peers
 
 DHT_SECONDS = 60.0
 SECOND_SIGNAL = 130
+OPEN_FILES = 16_384
 
 
 class Daemon:
@@ -126,9 +128,24 @@ async def _dht_loop(node: Node, dht: Any) -> None:
         await node.clock.sleep(DHT_SECONDS)
 
 
+def _allow_open_files() -> None:
+    """As many as the system allows, up to a bound: the usual 1024 are used up by as many strangers that only connect."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_daemon(config: Config, invite: str | None, *, given_run: bool = False) -> int:
     """Run a node until it ends; the exit code. Raises ShoalError for what a person must mend."""
-    parsed = Invite.parse(invite) if invite else None
+    # An empty one (an unset variable in a script) is a mistake, not the wish to found a run.
+    parsed = Invite.parse(invite) if invite is not None else None
+    _allow_open_files()
 
     async def live() -> int:
         return await Daemon(config, parsed, given_run=given_run).run()

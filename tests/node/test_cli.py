@@ -273,6 +273,27 @@ def test_print_config_starts_nothing(started, capsys):
     assert "[run.grpo]" in last_json(capsys.readouterr().out)["config"] and not started
 
 
+def test_an_empty_invite_or_folder_is_a_mistake_and_founds_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["join", "", "--data-dir", "node"]) == ExitCode.USAGE
+    assert cli.run(["up", "--data-dir", "", "--set", "run.learner=quadratic"]) == ExitCode.USAGE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_daemon_allows_itself_more_open_files():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = min(256, before[1]) if before[1] != resource.RLIM_INFINITY else 256
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        shoal.node.daemon._allow_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        assert soft == (shoal.node.daemon.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 16_384))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_join_hands_the_invite_on(started):
     assert cli.run(["join", "shoal://x@h:1/aa", "--port", "5"]) == 0
     config, invite, _ = started[0]
