@@ -19,7 +19,16 @@ from ..protocol.errors import PeerFault, ShoalError
 from ..protocol.identity import public_key_from_peer_id
 from ..protocol.invite import check_address
 from ..protocol.membership import PRESETS, MembershipConfig
-from .rl.config import GrpoConfig, ModelConfig, RewardsConfig, Table, TaskConfig, WarmupConfig
+from .rl.config import (
+    GrpoConfig,
+    JudgeBackend,
+    JudgeConfig,
+    ModelConfig,
+    RewardsConfig,
+    Table,
+    TaskConfig,
+    WarmupConfig,
+)
 
 # The phases in which `node.test_hold` can hold a peer.
 PHASES = ("downloading", "training", "convening", "exchanging", "voting", "committing")
@@ -71,6 +80,16 @@ class SyncConfig(Table):
     """Gossip: peers that news is passed on to. More reach everybody sooner and send more small messages."""
     step_max: float = Field(default=0.0, ge=0)
     """Gossip: an update whose scale times norm is above this is void; 0 means no limit."""
+    heal_max: int = Field(default=0, ge=0)
+    """Gossip: when two sides of a partition meet, their states are simply added while the lighter one's new samples are at
+    most this; above it they would overshoot, and `heal` decides. 0 stands for 64 times target_samples."""
+    heal: Literal["heavier", "merge"] = "heavier"
+    """"heavier": the side with more samples wins, the other's work flows back damped. "merge": the average of the two."""
+    compact_updates: int = Field(default=16, ge=1, le=100_000)
+    """Gossip: the log is compacted once it holds more updates than this per origin. More: longer partitions and later proofs
+    are undone exactly; fewer: less memory and quicker joining."""
+    forget_after_seconds: float = Field(default=3600.0, gt=0, le=10_000_000)
+    """Gossip: a dead member holds up compaction for this long; one that returns later takes a snapshot."""
     target_samples: int = Field(default=4096, ge=1)
     """A round closes when all peers together have scored so many completions (in gossip mode: a peer publishes when it has
     scored so many itself). Fewer: more, shorter rounds and more traffic; sparse exchange likes them."""
@@ -152,6 +171,8 @@ class RunConfig(Table):
     """[run.task]"""
     rewards: RewardsConfig = RewardsConfig()
     """[run.rewards]"""
+    judge: JudgeConfig = JudgeConfig()
+    """[run.judge]"""
     grpo: GrpoConfig = GrpoConfig()
     """[run.grpo]"""
     warmup: WarmupConfig = WarmupConfig()
@@ -209,6 +230,10 @@ class NodeConfig(Table):
     """Python file of TRL-style reward functions. Never sent to anybody."""
     task: TaskConfig | None = None
     """[node.task]: train on other, private data than the manifest names. It never moves."""
+    judge: JudgeBackend | None = None
+    """[node.judge]: judge with this in place of run.judge.backend."""
+    preferences_file: str = ""
+    """Append what judges prefer here, as JSONL with prompt, chosen and rejected; empty keeps nothing."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", "mps"."""
     threads: int = Field(default=0, ge=0, le=1024)

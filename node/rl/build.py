@@ -45,7 +45,7 @@ def build_learner(
     if threads is not None:
         torch.set_num_threads(threads)
     source = load_task(task, seed=run_seed)  # first: it is cheap and often what is wrong
-    scorer = Rewards(rewards, source, rewards_file)
+    scorer = Rewards(rewards, source, rewards_file, length_max=grpo.max_completion_length)
     try:
         loaded = load_model(model, seed=run_seed, cache_dir=cache_dir, device=device, progress=progress)
         return GrpoLearner(

@@ -7,6 +7,7 @@ the field means the same here. Does not read files: `node/config.py` does.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -104,12 +105,33 @@ class RewardsConfig(Table):
     """How a completion is scored."""
 
     functions: list[str] = ["task"]
-    """Built-ins "task" (the task's own score, 0 to 1), "exact" (1 if the answer matches to the letter), "format" (1 if
-    the completion is one <answer>...</answer>); any other name is a function of the node's reward file."""
+    """Built-ins: "task" (the task's own score, 0 to 1), "exact" (1 if the answer matches to the letter), "format" (1 if
+    the completion is one <answer>...</answer>), "think_format" (1 if it begins with its only <think>...</think>), "regex"
+    (1 if it matches `pattern`), "overlong" (0 down to -1 near the length limit), "math" (math-verify), "code" (the
+    fraction of the column `tests` that the completion's program passes), "judge" ([run.judge]), "reward_model". Any other
+    name is a function of the node's reward file."""
     weights: list[float] | None = None
     """One weight per function, in the same order; absent means 1 each. The reward is the weighted sum."""
     timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
     """Time a function of the reward file may take for one batch. On overrun its values count as "does not apply"."""
+    pattern: str = ""
+    """Regular expression of "regex"; the whole completion must match (a dot matches line ends too)."""
+    overlong_length: int = Field(default=0, ge=0)
+    """Tokens at which "overlong" reaches -1; 0 means grpo.max_completion_length."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before that from which "overlong" falls linearly; 0 punishes only what is longer."""
+    reward_model: str = ""
+    """Folder of the reward model of "reward_model" (`shoal reward-model` writes one), the same on every peer."""
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> RewardsConfig:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern = {self.pattern!r} is not a regular expression: {error}") from None
+        if "reward_model" in self.functions and not self.reward_model:
+            raise ValueError('functions has "reward_model": set reward_model to its folder')
+        return self
 
     @model_validator(mode="after")
     def _lengths(self) -> RewardsConfig:
@@ -119,6 +141,78 @@ class RewardsConfig(Table):
             raise ValueError(f"functions = {self.functions} names one function twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
+        return self
+
+
+class JudgeBackend(Table):
+    """What one node judges with."""
+
+    kind: Literal["model", "server", "function"] = "model"
+    """"model": a language model in this process; "server": one behind an OpenAI-compatible API; "function": a function of
+    the node's reward file, with the signature of a reward, giving 0 to 1."""
+    model: str = "tiny"
+    """For "model" a folder, .gguf file or hub id; for "server" the name that it knows the model by."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the weights of a "model"."""
+    url: str = ""
+    """For "server": where the API begins, for example http://127.0.0.1:8000/v1."""
+    api_key_variable: str = ""
+    """For "server": the environment variable that holds the key; empty sends none. The key itself is in no file."""
+    function: str = ""
+    """For "function": its name."""
+    mode: Literal["rate", "compare"] = "rate"
+    """"rate": each completion by itself, the expected value over the rating tokens; one forward pass each. "compare": pairs
+    of a group, each asked in both orders, so that a liking for the first place cancels; more passes, finer differences."""
+    rating_max: int = Field(default=9, ge=1, le=9)
+    """Ratings go from 0 to this; each must be one token."""
+    opponents: int = Field(default=3, ge=1, le=64)
+    """For "compare": how many others of the group each completion meets."""
+    template: str = ""
+    """Prompt with {principles}, {prompt} and {completion} ({first} and {second} for "compare"); empty: the built-in one."""
+    batch_size: int = Field(default=16, ge=1, le=4096)
+    """Prompts per forward pass of a "model", or requests at once to a "server"."""
+    timeout_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """For one request to a "server", or one call of a "function"."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> JudgeBackend:
+        if self.kind == "server" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f'kind = "server" needs url = "http://..." or "https://...", found {self.url!r}')
+        if self.kind == "function" and not self.function:
+            raise ValueError('kind = "function" needs the name of a function of the reward file')
+        slots = ("{prompt}", "{completion}") if self.mode == "rate" else ("{prompt}", "{first}", "{second}")
+        if self.template and not all(slot in self.template for slot in slots):
+            raise ValueError(f"template = {self.template[:60]!r} must contain {' and '.join(slots)}")
+        return self
+
+
+PRINCIPLES_CHARS_MAX = 16_384
+
+
+class JudgeConfig(Table):
+    """The reward "judge": by what principles and by whom completions are judged."""
+
+    principles: str = Field(default="", max_length=PRINCIPLES_CHARS_MAX)
+    """What makes an answer good, in plain words; judges read it before each answer. "@principles.txt" takes the text of a
+    file beside the configuration; the text itself is in the manifest."""
+    ask: Literal["own", "peers"] = "own"
+    """"own": each node's own judge. "peers": the judges of other peers, combined by a weighted median; what is judged
+    leaves this machine then (never that of a private [node.task])."""
+    peers: int = Field(default=3, ge=1, le=64)
+    """Judges asked per batch. More withstand more liars and cost each peer more work; odd numbers are best."""
+    quorum: int = Field(default=2, ge=1, le=64)
+    """With fewer answers the fallback is taken. A lone judge may lie, so 1 is for swarms of two."""
+    budget_seconds: float = Field(default=20.0, gt=0, le=600)
+    """Time for all answers of a batch; who is slower is not counted."""
+    fallback: Literal["own", "none"] = "own"
+    """Without a quorum: this node's own judge, or no reward for the batch (it is skipped)."""
+    backend: JudgeBackend = JudgeBackend()
+    """[run.judge.backend], what each node judges with; a node may have its own: [node.judge]."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> JudgeConfig:
+        if self.quorum > self.peers:
+            raise ValueError(f"quorum = {self.quorum} can never be reached with peers = {self.peers}")
         return self
 
 
@@ -133,6 +227,12 @@ class GrpoConfig(Table):
     """Completion limit in tokens. Too low cuts answers off (watch `truncated`); time and memory grow with it."""
     micro_batch_size: int = Field(default=0, ge=0)
     """Completions per forward and backward pass, 0 for all at once. Bounds memory; never changes the loss."""
+    gradient_checkpointing: bool = True
+    """Run each layer again in the backward pass instead of keeping its activations: about a third more time in the
+    update, and memory for one layer instead of all of them. Turn it off for small models."""
+    bf16: bool = False
+    """Compute the update's forward and backward pass in bfloat16 (autocast), parameters and loss stay in 32 bits.
+    Faster on GPUs, less exact; sampling stays as it is, so the sampler is then not the trainer."""
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Sampling temperature, also applied to the trainer's log-probs. Lower explores less."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -179,6 +279,12 @@ class GrpoConfig(Table):
     """Ratio per token, or one per sequence (GSPO; use it with loss_type "grpo" and epsilons near 3e-4)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    leave_one_out: bool = False
+    """Compare a completion with the mean of the group's others (RLOO) instead of the mean of all: unbiased, and
+    advantages are larger by n / (n - 1), which matters in small groups with scale_rewards "none"."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With several rewards: sum, then subtract and scale; or normalize each within its group first (GDPO), so that one
+    with a large spread does not drown the others. The second has its own scaling over the batch."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the length limit out of the loss."""
     top_entropy_quantile: float = Field(default=1.0, ge=0, le=1)
@@ -219,6 +325,13 @@ class GrpoConfig(Table):
             raise ValueError('loss_type = "vespo" needs importance_sampling_level = "token"')
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             raise ValueError('loss_type = "luspo" needs importance_sampling_level = "sequence"')
+        if self.multi_objective_aggregation == "normalize_then_sum" and (
+            self.leave_one_out or self.scale_rewards != "group"
+        ):
+            raise ValueError(
+                'multi_objective_aggregation = "normalize_then_sum" has its own baseline and scale: it needs '
+                'leave_one_out = false and scale_rewards = "group"'
+            )
         if self.beta and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
             raise ValueError('kl_estimator = "k1" needs use_bias_correction_kl: its own gradient is zero on average')
         per_sequence = not self.vllm_importance_sampling_mode.startswith("token")
@@ -296,6 +409,7 @@ def demo_defaults() -> dict[str, Any]:
             "num_generations": 8,
             "prompts_per_step": 32,
             "max_completion_length": 4,
+            "gradient_checkpointing": False,
             "learning_rate": 3e-4,
             "warmup_steps": 10,
             "adam_beta2": 0.99,

@@ -1,4 +1,4 @@
-"""Held-out metrics of a model: greedy accuracy and mean sampled reward.
+"""Held-out metrics of a model: greedy accuracy, mean sampled reward, pass@k.
 
 Draws from a generator of its own with a fixed seed, so that two evaluations of the same weights agree and training
 randomness is untouched.
@@ -40,13 +40,14 @@ def measure(
 
     Returns:
         "accuracy": fraction of greedy completions with the task's full mark; "reward": mean total reward of
-        `task.config.eval_generations` sampled completions per prompt; "n": prompts; "truncated": of the greedy ones.
+        `task.config.eval_generations` sampled completions per prompt; "pass_at_k" for k = 1, 2, 4, ... up to that many:
+        chance that one of k sampled completions has the full mark; "n": prompts; "truncated": of the greedy ones.
     """
     examples = task.held_out() if examples is None else examples
     generator = torch.Generator(device=loaded.device)
     generator.manual_seed(EVAL_SEED)
     generations = task.config.eval_generations
-    correct, cut, sampled = 0, 0, []
+    correct, cut, sampled, solved = 0, 0, [], []
     per_batch = max(1, ROWS_MAX // generations)
     for start in range(0, len(examples), per_batch):
         part = examples[start : start + per_batch]
@@ -56,12 +57,20 @@ def measure(
             "eos_ids": loaded.eos_ids,
             "pad_id": loaded.pad_id,
             "generator": generator,
+            "tokenizer": loaded.tokenizer,
         }
-        greedy = sample(loaded.model, ids, num_generations=1, sampling=Sampling(greedy=True), **shared)
+        sampling = sampling_of(config)
+        greedily = Sampling(greedy=True, stop_strings=sampling.stop_strings)
+        greedy = sample(loaded.model, ids, num_generations=1, sampling=greedily, **shared)
+        drawn = sample(loaded.model, ids, num_generations=generations, sampling=sampling, **shared)
         texts = loaded.tokenizer.batch_decode(greedy.completions(), skip_special_tokens=True)
         correct += sum(task.score(t, e) >= FULL_MARK for t, e in zip(texts, part, strict=True))
+        texts = loaded.tokenizer.batch_decode(drawn.completions(), skip_special_tokens=True)
+        solved += [
+            sum(task.score(t, e) >= FULL_MARK for t in texts[i * generations : (i + 1) * generations])
+            for i, e in enumerate(part)
+        ]
         cut += int(greedy.truncated.sum())
-        drawn = sample(loaded.model, ids, num_generations=generations, sampling=sampling_of(config), **shared)
         scored = score_rollouts(loaded, drawn, part, generations, prompts=prompts, rewards=rewards)
         sampled += [r for r in scored.total if r is not None]
         if progress:
@@ -69,9 +78,31 @@ def measure(
     return {
         "accuracy": correct / len(examples),
         "reward": math.fsum(sampled) / len(sampled) if sampled else 0.0,
+        **{
+            f"pass_at_{k}": math.fsum(pass_at_k(generations, c, k) for c in solved) / len(solved)
+            for k in pass_ks(generations)
+        },
         "n": float(len(examples)),
         "truncated": cut / len(examples),
     }
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n samples, drawn without putting back, hold one of the `correct` ones: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (2107.03374), equation 1, in integers.
+
+    Raises:
+        ValueError: not 1 <= k <= n, or not 0 <= correct <= n.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {correct} correct among {n}: expected 1 <= k <= n and 0 <= correct <= n")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def pass_ks(generations: int) -> list[int]:
+    """The k that are reported for so many samples a prompt: powers of two, and all of them."""
+    return sorted({*(1 << i for i in range(generations.bit_length())), generations})
 
 
 def evaluate_model(
@@ -103,7 +134,7 @@ def evaluate_model(
     if adapter is not None:
         loaded = load_adapter(loaded, adapter)
     source = load_task(task, seed=run_seed)
-    scorer = Rewards(rewards or RewardsConfig(), source, rewards_file)
+    scorer = Rewards(rewards or RewardsConfig(), source, rewards_file, length_max=grpo.max_completion_length)
     try:
         prompts = prompt_format(task, loaded.tokenizer, is_tiny=is_tiny(loaded))
         return measure(loaded, source, config=grpo, prompts=prompts, rewards=scorer, progress=progress)

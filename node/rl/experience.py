@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .advantages import group_advantages
+from .advantages import Advantages, combined_advantages, group_advantages
 from .config import GrpoConfig
 from .draw import Sampling
 from .losses import BatchTotals
@@ -80,7 +80,7 @@ def collect(
         generator=generator,
     )
     scored = score_rollouts(loaded, rollouts, examples, config.num_generations, prompts=prompts, rewards=rewards)
-    advantages = group_advantages(scored.total, [config.num_generations] * len(examples), scale=config.scale_rewards)
+    advantages = _advantages(scored, [config.num_generations] * len(examples), config, rewards)
     mask = rollouts.batch.completion_mask()
     if config.mask_truncated_completions:
         mask = mask & ~rollouts.truncated.unsqueeze(1)
@@ -93,6 +93,8 @@ def collect(
         "completion_length": float(rollouts.batch.completion_lengths.float().mean()),
         "reward_failures": float(len(scored.failures)),
         **{f"reward/{name}": value for name, value in scored.means.items()},
+        **{f"reward_failed/{name}": float(name in scored.failures) for name, n in rewards.failures.items() if n},
+        **{f"logged/{name}": value for name, value in scored.metrics.items()},
     }
     if not sampler.is_trainer:
         metrics["sampler_fallback"] = float(rollouts.from_trainer)
@@ -106,6 +108,13 @@ def collect(
         totals=BatchTotals(rows=len(mask), tokens=float(mask.sum())),
         metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
     )
+
+
+def _advantages(scored: Scored, group_sizes: list[int], config: GrpoConfig, rewards: Rewards) -> Advantages:
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        weights = [rewards.weights[name] for name in scored.values]
+        return combined_advantages(list(scored.values.values()), weights, group_sizes, aggregation="normalize_then_sum")
+    return group_advantages(scored.total, group_sizes, scale=config.scale_rewards, leave_one_out=config.leave_one_out)
 
 
 def score_rollouts(

@@ -119,6 +119,7 @@ class GrpoLearner:
         examples = [self._task.train(self._cursor.next()) for _ in range(self._grpo.prompts_per_step)]
         self._sampler.push(new_round=self._new_round)
         self._new_round = False
+        self._rewards.global_step = self._optimizer_steps()
         experience = collect(
             self.loaded,
             examples,

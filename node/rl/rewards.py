@@ -1,36 +1,58 @@
-"""Scores completions: the task's own score, exact match, format, and functions of the user's reward file.
+"""Scores completions: the task's own score, built-in checks, judges, and functions of the user's reward file.
 
 A reward file has TRL-style functions, `def f(prompts, completions, **kwargs) -> list[float | None]`, sync or async;
-data set columns and `completion_ids` arrive as keyword arguments, and a conversational prompt makes conversational
-completions. The file runs in a worker process of its own (`reward_worker.py`), with a time limit that really ends it.
-A function that raises, overruns or returns nonsense is counted by name and taken as "does not apply"; it never stops
-training. `None` means "does not apply".
+data set columns, `completion_ids`, `trainer_state`, `log_metric` and `log_extra` arrive as keyword arguments, and a
+conversational prompt makes conversational completions. The file, and whatever built-in reward is slow or unsafe, runs
+in a worker process of its own (`reward_worker.py`), with a time limit that really ends it. A function that raises,
+overruns or returns nonsense is counted by name and taken as "does not apply"; it never stops training. `None` means
+"does not apply".
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import ExitCode, ShoalError
+from .builtin_rewards import answer_format, soft_overlong, think_format
 from .config import RewardsConfig
+from .reward_process import RewardWorker
 from .tasks import Example, Task, extract_answer
 
-BUILT_IN = ("task", "exact", "format")
-START_SECONDS_MAX = 120.0  # importing the reward file; it may pull in heavy libraries
-REPLY_BYTES_MAX = 64 << 20
+CHEAP = ("task", "exact", "format", "think_format", "regex", "overlong")
+SLOW = {"math": "math_verify", "code": ""}  # in a worker process; the package that each needs
+MODELS = ("judge", "reward_model")  # given to `Rewards` as functions
+BUILT_IN = (*CHEAP, *SLOW, *MODELS)
 
 log = logging.getLogger(__name__)
-_ONE_ANSWER = re.compile(r"\s*(?:<think>.*?</think>\s*)?<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch to score; all have one entry per completion, and completions of one prompt lie together.
+
+    Attributes:
+        examples: where the prompt came from.
+        prompts: texts or conversations, as the reward functions see them.
+        completions: the same for completions.
+        texts: completions as plain text.
+        completion_ids: their token ids.
+    """
+
+    examples: Sequence[Example]
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    texts: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+
+
+Scorer = Callable[[Batch], list[float | None]]
+"""Scores a batch in the learner's own process; what it raises is counted like any other reward's failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,57 +63,101 @@ class Scored:
         total: weighted sum per completion; None where no function applies.
         means: mean per function over the completions it applies to.
         failures: why a function gave nothing for this batch, by name.
+        values: each function's rewards, one per completion, unweighted.
+        metrics: what functions gave to `log_metric`, averaged by name.
     """
 
     total: list[float | None]
     means: dict[str, float]
     failures: dict[str, str] = field(default_factory=dict)
+    values: dict[str, list[float | None]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Rewards:
-    """The run's reward functions with their weights. Close it to end the worker process.
+    """The run's reward functions with their weights. Close it to end the worker processes.
 
     Attributes:
         failures: batches for which a function failed since the start, by name.
         last_failure: the latest reason, by name.
+        global_step: what reward functions see as `trainer_state.global_step`; the learner's to set.
     """
 
-    def __init__(self, config: RewardsConfig, task: Task, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        task: Task,
+        file: Path | None = None,
+        *,
+        length_max: int = 0,
+        models: dict[str, Scorer] | None = None,
+    ) -> None:
         """
         Args:
             config: names and weights (the same on all peers).
             task: gives "task" its score.
             file: this node's reward file; needed for names that are not built in.
+            length_max: completion limit in tokens, where "overlong" ends.
+            models: "judge" and "reward_model", where the run uses them.
 
         Raises:
-            ShoalError: a function is in neither place, or the file cannot be loaded.
+            ShoalError: a function is in neither place, a package is missing, or the file cannot be loaded.
         """
         self._config = config
         self._task = task
         self._weights = config.weights or [1.0] * len(config.functions)
+        self._length_max = length_max
+        self._pattern = re.compile(config.pattern, re.DOTALL)
+        self._models = models or {}
         self.failures = dict.fromkeys(config.functions, 0)
         self.last_failure: dict[str, str] = {}
-        own = [name for name in config.functions if name not in BUILT_IN]
-        self._worker: RewardWorker | None = None
+        self.global_step = 0
+        self._workers: dict[tuple[str, ...], RewardWorker] = {}  # by the names that each runs
+        try:
+            self._start(config.functions, file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, functions: list[str], file: Path | None) -> None:
+        """Start the worker processes that these need."""
+        for name in functions:
+            if name in MODELS and name not in self._models:
+                raise ShoalError(
+                    f"The reward {name!r} has no model here.",
+                    values=f"found no {name} among what this command sets up, expected one",
+                    todo=f"Use other functions here, without {name!r}.",
+                    code=ExitCode.CONFIG,
+                )
+        slow = tuple(name for name in functions if name in SLOW)
+        if slow:
+            _check_packages(slow)
+            self._workers[slow] = RewardWorker(Path(__file__).with_name("slow_rewards.py"))
+            self._workers[slow].start()
+        own = tuple(name for name in functions if name not in BUILT_IN)
         if own and file is None:
             raise ShoalError(
                 "The run uses reward functions that are not built in.",
-                values=f"found {own}, built in are {list(BUILT_IN)}, and this node has no reward file",
+                values=f"found {list(own)}, built in are {list(BUILT_IN)}, and this node has no reward file",
                 todo="Give the file that defines them (node.rewards_file), or use built-in names.",
                 code=ExitCode.CONFIG,
             )
         if own and file is not None:
-            self._worker = RewardWorker(file)
-            known = self._worker.start()
+            worker = self._workers[own] = RewardWorker(file)
+            known = worker.start()
             missing = [name for name in own if name not in known]
             if missing:
-                self._worker.close()
                 raise ShoalError(
                     f"The reward file {file} lacks functions that the run uses.",
-                    values=f"missing {missing}, found {sorted(known)}",
+                    values=f"missing {missing}, found {worker.own}",
                     todo="Define them there, each as f(prompts, completions, **kwargs) -> list of numbers or None.",
                     code=ExitCode.CONFIG,
                 )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function, by name."""
+        return dict(zip(self._config.functions, self._weights, strict=True))
 
     def score(
         self,
@@ -101,152 +167,106 @@ class Rewards:
         texts: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
     ) -> Scored:
-        """Score one batch; all arguments have one entry per completion.
-
-        Args:
-            examples: where the prompt came from.
-            prompts: texts or conversations, as the reward functions see them.
-            completions: the same for completions.
-            texts: completions as plain text.
-            completion_ids: their token ids.
-        """
+        """Score one batch; the arguments are those of `Batch`."""
+        batch = Batch(
+            examples=examples, prompts=prompts, completions=completions, texts=texts, completion_ids=completion_ids
+        )
+        raw, metrics = self._called(batch)
         values: dict[str, list[float | None]] = {}
         failed: dict[str, str] = {}
         for name in self._config.functions:
             try:
-                if name in BUILT_IN:
-                    raw: Any = [self._built_in(name, t, e) for t, e in zip(texts, examples, strict=True)]
-                else:
-                    assert self._worker is not None
-                    arguments = {
-                        "prompts": list(prompts),
-                        "completions": list(completions),
-                        "completion_ids": list(completion_ids),
-                        **_columns(examples),
-                    }
-                    raw = self._worker.call(name, arguments, timeout_seconds=self._config.timeout_seconds)
-                values[name] = _checked(raw, len(texts))
+                found = raw[name] if name in raw else self._inside(name, batch)
+                if isinstance(found, Exception):
+                    raise found
+                values[name] = _checked(found, len(texts))
             except Exception as error:  # a reward is the user's code or a task's parser: anything may come out of it
                 failed[name] = f"{type(error).__name__}: {error}"
-                self.failures[name] += 1
-                self.last_failure[name] = failed[name]
-                if self.failures[name].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                    log.warning("reward %r failed (%d times so far): %s", name, self.failures[name], failed[name])
                 values[name] = [None] * len(texts)
+                self._count(name, failed[name])
         return Scored(
             total=[self._combine([values[f][i] for f in self._config.functions]) for i in range(len(texts))],
             means={name: _mean(column) for name, column in values.items()},
             failures=failed,
+            values=values,
+            metrics=metrics,
         )
 
     def close(self) -> None:
-        """End the worker process, if there is one."""
-        if self._worker is not None:
-            self._worker.close()
+        """End the worker processes."""
+        for worker in self._workers.values():
+            worker.close()
 
-    def _built_in(self, name: str, text: str, example: Example) -> float:
-        if name == "task":
-            return self._task.score(text, example)
-        if name == "exact":
-            return float(extract_answer(text, self._task.config.extract) == example.answer.strip())
-        return float(_ONE_ANSWER.fullmatch(text) is not None)
+    def _called(self, batch: Batch) -> tuple[dict[str, Any], dict[str, float]]:
+        """What the functions in worker processes give, or how they fail, by name; and the metrics they log."""
+        values: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
+        arguments = {
+            "prompts": list(batch.prompts),
+            "completions": list(batch.completions),
+            "completion_ids": [list(ids) for ids in batch.completion_ids],
+            **_columns(batch.examples),
+        }
+        for names, worker in self._workers.items():
+            called = worker.call(
+                names,
+                arguments,
+                timeout_seconds=self._config.timeout_seconds,
+                state={"global_step": self.global_step},
+            )
+            values |= called.values
+            metrics |= called.metrics
+        return values, metrics
+
+    def _inside(self, name: str, batch: Batch) -> list[float | None]:
+        if name in MODELS:
+            return self._models[name](batch)
+        rows = zip(batch.texts, batch.examples, batch.completion_ids, strict=True)
+        return [self._cheap(name, text, example, len(ids)) for text, example, ids in rows]
+
+    def _cheap(self, name: str, text: str, example: Example, tokens: int) -> float:
+        match name:
+            case "task":
+                return self._task.score(text, example)
+            case "exact":
+                return float(extract_answer(text, self._task.config.extract) == example.answer.strip())
+            case "format":
+                return answer_format(text)
+            case "think_format":
+                return think_format(text)
+            case "regex":
+                return float(self._pattern.fullmatch(text) is not None)
+        length_max = self._config.overlong_length or self._length_max
+        return soft_overlong(tokens, length_max=length_max, buffer=min(self._config.overlong_buffer, length_max))
+
+    def _count(self, name: str, reason: str) -> None:
+        self.failures[name] += 1
+        self.last_failure[name] = reason
+        if self.failures[name].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
+            log.warning("reward %r failed (%d times so far): %s", name, self.failures[name], reason)
 
     def _combine(self, row: list[float | None]) -> float | None:
         known = [w * v for w, v in zip(self._weights, row, strict=True) if v is not None]
         return math.fsum(known) if known else None
 
 
-class RewardWorker:
-    """The process that runs a reward file. One call at a time; killed and started anew when a call overruns."""
+def _check_packages(names: Sequence[str]) -> None:
+    from importlib.util import find_spec
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> list[str]:
-        """Start the process and return the names of the file's functions.
-
-        Raises:
-            ShoalError: the file is missing or cannot be imported.
-        """
-        script = Path(__file__).with_name("reward_worker.py")
-        command = [sys.executable, str(script), str(self._file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            hello = self._exchange(None, START_SECONDS_MAX)
-            if "error" in hello:
-                raise RuntimeError(hello["error"])
-        except (RuntimeError, TimeoutError) as error:
-            self.close()
+    for name in names:
+        if SLOW[name] and find_spec(SLOW[name]) is None:
             raise ShoalError(
-                f"The reward file {self._file} cannot be loaded.",
-                values=f"{error}",
-                todo="Correct the file; it must be importable with this Python.",
-                code=ExitCode.CONFIG,
-            ) from error
-        return hello["functions"]
-
-    def call(self, function: str, arguments: dict[str, Any], *, timeout_seconds: float) -> Any:
-        """The function's return value.
-
-        Raises:
-            RuntimeError: it raised, or the process died.
-            TimeoutError: it overran; the process is killed.
-        """
-        if self._process is None or self._process.poll() is not None:
-            self.start()
-        request = json.dumps({"function": function, "arguments": arguments}, default=str).encode() + b"\n"
-        reply = self._exchange(request, timeout_seconds)
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return reply["values"]
-
-    def close(self) -> None:
-        """Kill the process and reap it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=10)
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    try:
-                        pipe.close()
-                    except OSError:
-                        pass  # unsent bytes for a process that is gone
-            self._process = None
-
-    def _exchange(self, request: bytes | None, timeout_seconds: float) -> dict[str, Any]:
-        """Send a line, read a line, in a thread: killing the process is what ends a blocked read or write."""
-        process, lines, errors = self._process, [], []
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def run() -> None:
-            try:
-                if request is not None:
-                    stdin.write(request)
-                    stdin.flush()
-                lines.append(stdout.readline(REPLY_BYTES_MAX))
-            except (OSError, ValueError) as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="reward-worker", daemon=True)
-        thread.start()
-        thread.join(timeout_seconds)
-        if thread.is_alive():
-            process.kill()
-            thread.join(10)
-            self.close()
-            raise TimeoutError(f"no answer in {timeout_seconds:g} s")
-        if errors or not lines[0].endswith(b"\n"):
-            code = process.poll()
-            self.close()
-            raise RuntimeError(f"the reward process ended (exit status {code})" if not errors else str(errors[0]))
-        return json.loads(lines[0])
+                f"The reward {name!r} needs a package that is not installed.",
+                values=f"expected {SLOW[name]}, found none",
+                todo="Install it with: pip install 'shoal[math]'.",
+                code=ExitCode.DEPENDENCY,
+            )
 
 
 def _columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
     names = {"answer": None} | {k: None for e in examples for k in e.columns}
-    return {k: [e.answer if k == "answer" else e.columns.get(k) for e in examples] for k in names}
+    reserved = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+    return {k: [e.answer if k == "answer" else e.columns.get(k) for e in examples] for k in names if k not in reserved}
 
 
 def _checked(raw: Any, n: int) -> list[float | None]:

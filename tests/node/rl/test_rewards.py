@@ -1,9 +1,15 @@
 """Rewards: built-ins, a user's file in its own process, missing and failing values."""
 
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from shoal.node.rl.builtin_rewards import soft_overlong
 from shoal.node.rl.config import RewardsConfig, TaskConfig
 from shoal.node.rl.rewards import Rewards
 from shoal.node.rl.tasks import Example, load_task
@@ -22,6 +28,49 @@ FILE = """
 
     def conversational(prompts, completions, **kwargs):
         return [float(c[0]["role"] == "assistant" and p[-1]["role"] == "user") for p, c in zip(prompts, completions)]
+
+    def as_trl_calls_it(prompts, completions, completion_ids, answer, log_metric=None, log_extra=None, **kwargs):
+        log_metric("seen", len(completions))
+        log_metric("seen", 2 * len(completions))
+        log_metric("nothing", float("nan"))
+        log_extra("answer", answer)
+        return [float(kwargs["trainer_state"].global_step), float("nan")]
+
+    class Counter:
+        __name__ = "counter"
+
+        def __call__(self, completion_ids, **kwargs):
+            return [len(ids) for ids in completion_ids]
+
+    counter = Counter()
+    meeting = None
+
+    async def first_to_meet(prompts, completions, **kwargs):
+        return await _meet(1.0)
+
+    async def second_to_meet(prompts, completions, **kwargs):
+        return await _meet(2.0)
+
+    async def _meet(value):  # each waits for the other: run one after the other, both would overrun
+        import asyncio
+        global meeting
+        if meeting is None:
+            meeting = asyncio.Event()
+            await meeting.wait()
+        else:
+            meeting.set()
+            meeting = None
+        return [value, None]
+
+    async def never(prompts, completions, **kwargs):
+        import asyncio
+        await asyncio.Event().wait()
+
+    def leaves_a_child(prompts, completions, answer, **kwargs):
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(answer[0], "w").write(str(child.pid))
+        time.sleep(600)
 
     def broken(prompts, completions, **kwargs):
         raise KeyError("oops")
@@ -88,10 +137,16 @@ def test_conversational_completions(task, file):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("broken", "oops"), ("short", "1 values for 2"), ("dies", "exit status"), ("slow", "no answer")],
+    [
+        ("broken", "oops"),
+        ("short", "1 values for 2"),
+        ("dies", "exit status"),
+        ("slow", "no answer"),
+        ("never", "no answer"),
+    ],
 )
 def test_a_failing_function_is_counted_and_named(task, file, name, reason):
-    limit = 0.3 if name == "slow" else 30.0
+    limit = 0.3 if name in ("slow", "never") else 30.0
     rewards = Rewards(RewardsConfig(functions=["task", name], timeout_seconds=limit), task, file)
     try:
         for n in (1, 2):
@@ -101,6 +156,81 @@ def test_a_failing_function_is_counted_and_named(task, file, name, reason):
             assert rewards.failures == {"task": 0, name: n}
     finally:
         rewards.close()
+
+
+def test_the_signature_is_trls(task, file):
+    rewards = Rewards(RewardsConfig(functions=["as_trl_calls_it", "counter"]), task, file)
+    try:
+        rewards.global_step = 12
+        result = score(rewards)
+        assert not result.failures
+        assert result.values == {"as_trl_calls_it": [12.0, None], "counter": [2.0, 3.0]}  # NaN is None, as in TRL
+        assert result.metrics == {"seen": 3.0}
+    finally:
+        rewards.close()
+
+
+def test_async_functions_run_together(task, file):
+    rewards = Rewards(RewardsConfig(functions=["first_to_meet", "second_to_meet"], timeout_seconds=10), task, file)
+    try:
+        for _ in range(2):
+            result = score(rewards)
+            assert not result.failures
+            assert result.total == [3.0, None]
+    finally:
+        rewards.close()
+
+
+def test_what_a_function_started_ends_with_it(task, file, tmp_path):
+    rewards = Rewards(RewardsConfig(functions=["leaves_a_child"], timeout_seconds=2), task, file)
+    try:
+        told = tmp_path / "pid"
+        example = Example(prompt="p", answer=str(told))
+        result = rewards.score([example], ["p"], ["c"], ["c"], [[1]])
+        assert "no answer" in result.failures["leaves_a_child"]
+        deadline = time.monotonic() + 20
+        while _runs(int(told.read_text())):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # poll interval of a bounded wait
+    finally:
+        rewards.close()
+
+
+def _runs(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@given(st.integers(0, 400), st.integers(1, 200), st.integers(0, 200))
+def test_soft_overlong_is_a_slope_between_two_levels(tokens, length_max, buffer):
+    buffer = min(buffer, length_max)
+    value = soft_overlong(tokens, length_max=length_max, buffer=buffer)
+    assert -1.0 <= value <= 0.0
+    assert value >= soft_overlong(tokens + 1, length_max=length_max, buffer=buffer)
+    if tokens <= length_max - buffer:
+        assert value == 0.0
+    elif tokens >= length_max:
+        assert value == -1.0
+    else:  # linear in between
+        assert value == pytest.approx((length_max - buffer - tokens) / buffer)
+
+
+def test_built_ins_with_settings(task):
+    config = RewardsConfig(
+        functions=["regex", "overlong", "think_format"], pattern=r"\d+", overlong_length=3, overlong_buffer=2
+    )
+    result = score(Rewards(config, task, length_max=100), ("12", "<think>a\nb</think>12"))
+    assert result.values == {"regex": [1.0, 0.0], "overlong": [-0.5, -1.0], "think_format": [0.0, 1.0]}
+    assert score(Rewards(RewardsConfig(functions=["overlong"]), task, length_max=2)).total == [0.0, -1.0]
+
+
+def test_settings_that_cannot_work():
+    with pytest.raises(ValidationError, match="not a regular expression"):
+        RewardsConfig(pattern="(")
+    with pytest.raises(ValidationError, match="reward_model"):
+        RewardsConfig(functions=["reward_model"])
 
 
 def test_when_nothing_applies_the_total_is_none(task, file):
