@@ -85,4 +85,4 @@ def warm_up(learner: Learner, progress: Progress) -> tuple[np.ndarray, dict[str,
     if run is None:
         return learner.initial(), {}
     result = run(progress)
-    return learner.theta(), result  # type: ignore[attr-defined]
+    return learner.theta(), (result if result.get("steps") else {})  # type: ignore[attr-defined]

@@ -36,7 +36,8 @@ def export_adapter(loaded: LoadedModel, folder: Path, *, base: str | None = None
         if base is not None:
             config.base_model_name_or_path = base
         try:
-            loaded.model.save_pretrained(target, safe_serialization=True)
+            # Embeddings are not trained; "auto" would ask the hub for the base model's config, to compare vocabularies.
+            loaded.model.save_pretrained(target, safe_serialization=True, save_embedding_layers=False)
         finally:
             config.base_model_name_or_path = before
         loaded.tokenizer.save_pretrained(target)
