@@ -290,12 +290,18 @@ def run_demo(options: DemoOptions) -> int:
     """Run the demonstration; returns the exit code. Prints one JSON line on stdout with `--json`.
 
     Raises:
-        ShoalError: CONFIG for an unknown compression, before anything is started or written; FAILED when a peer ends by
-            itself or nothing moves any more.
+        ShoalError: CONFIG for an unknown compression and FAILED for a folder in use, before anything is started or
+            written; FAILED when a peer ends by itself or nothing moves any more.
         KeyboardInterrupt: it was ended by SIGINT or SIGTERM, and all peers have left.
     """
     if options.compression is not None:
         parse_compression(options.compression)
+    if options.directory is not None and options.directory.exists() and os.listdir(options.directory):
+        raise ShoalError(
+            f"{options.directory} is in the way",
+            values="found a folder that is not empty, expected a new or empty one",
+            todo="Choose another --dir, or remove this one: the demonstration would go on with the peers in it.",
+        )
     kept = options.directory is not None or options.keep
     directory = Path(options.directory or tempfile.mkdtemp(prefix="shoal-demo-"))
     directory.mkdir(parents=True, exist_ok=True)

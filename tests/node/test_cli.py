@@ -317,6 +317,9 @@ def test_demo_says_what_is_wrong_before_anything_is_started_or_written(tmp_path,
     there = tmp_path / "there"
     assert cli.run(["demo", "--compression", "shrt", "--dir", str(there)]) == ExitCode.CONFIG
     assert "'short'" in capsys.readouterr().err and not there.exists()
+    (tmp_path / "peer0").mkdir()
+    assert cli.run(["demo", "--dir", str(tmp_path)]) == ExitCode.FAILED
+    assert "in the way" in capsys.readouterr().err and os.listdir(tmp_path) == ["peer0"]
 
 
 # --- asking a running node --------------------------------------------------------------------------------------------
