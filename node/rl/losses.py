@@ -23,6 +23,7 @@ from .config import CorrectionMode, GrpoConfig, KlEstimator, LossType
 LOG_RATIO_BOUND = 20.0  # bound of a log ratio where it is exponentiated unclipped: keeps exp() finite in fp32
 LOG_WEIGHT_MIN = math.log(1e-8)  # VESPO: smallest log weight
 DECAY_MIN = 1e-4  # VESPO: smallest decay
+ENTROPY_SLACK = 1e-5  # nats below the quantile that still count: rounding must not decide about the token right at it
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped surrogate
 
 
@@ -87,7 +88,7 @@ def batch_totals(mask: Tensor, entropies: Tensor | None = None, *, top_entropy_q
     known = entropies.detach()[keep]
     if len(known) == 0:
         return BatchTotals(rows=len(mask), tokens=0.0, entropy_threshold=math.inf, entropy_tokens=0.0)
-    threshold = float(torch.quantile(known, 1.0 - top_entropy_quantile))
+    threshold = float(torch.quantile(known, 1.0 - top_entropy_quantile)) - ENTROPY_SLACK
     return BatchTotals(
         rows=len(mask), tokens=tokens, entropy_threshold=threshold, entropy_tokens=float((known >= threshold).sum())
     )

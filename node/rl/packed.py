@@ -166,14 +166,14 @@ def _packed_attention(
     def take(tokens: Tensor, index: Tensor) -> Tensor:  # [rows, heads, width, d]
         return tokens.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2)
 
-    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
     prompt_keys, prompt_values = take(key, packing.prompt_index), take(value, packing.prompt_index)
     # Padding is behind: no token before it sees it, and what it computes is dropped.
     prompts = scaled_dot_product_attention(
         take(query, packing.prompt_index),
         *_repeat(query, prompt_keys, prompt_values),
         is_causal=True,
-        **options,
+        scale=scaling,
+        dropout_p=dropout,
     )
     out = [prompts.transpose(1, 2)[packing.is_prompt]]
     if packing.completion_index.shape[1]:
@@ -186,7 +186,8 @@ def _packed_attention(
                 torch.cat([prompt_values.index_select(0, packing.prompt_of), own_values], dim=2),
             ),
             attn_mask=packing.visible,
-            **options,
+            scale=scaling,
+            dropout_p=dropout,
         )
         out.append(completions.transpose(1, 2)[packing.is_completion])
     return torch.cat(out).unsqueeze(0), None

@@ -73,7 +73,7 @@ class Batch:
         return columns.unsqueeze(0) >= width - self.prompt_lengths.unsqueeze(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenScores:
     """What a model says about the tokens of n completions.
 
@@ -143,8 +143,12 @@ def token_scores(
         with checkpointed(base) if recompute else nullcontext():
             hidden = _logits_in_one_pass(model, batch)[mask]
         head = nn.Identity()
-    scored = _score(head, hidden, batch.completion_ids[mask], temperature, with_entropy, entropy_grad)
-    return TokenScores(*(None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scored))
+    logps, entropies = _score(head, hidden, batch.completion_ids[mask], temperature, with_entropy, entropy_grad)
+
+    def spread(values: Tensor) -> Tensor:  # [T] -> [n, C]
+        return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+    return TokenScores(logps=spread(logps), entropies=None if entropies is None else spread(entropies))
 
 
 def _score(

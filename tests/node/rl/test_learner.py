@@ -9,6 +9,7 @@ import torch
 from shoal.node.rl import learner as learner_module
 from shoal.node.rl import update as update_module
 from shoal.node.rl.config import LoraConfig
+from shoal.node.rl.rewards import Scored
 
 
 @pytest.fixture
@@ -255,3 +256,79 @@ def test_warmup_learns_and_is_bounded(make_learner):
 def test_metrics_are_always_finite(make_learner):
     learner = make_learner()
     assert all(np.isfinite(v) for s in steps(learner, 1) for v in s.metrics.values())
+
+
+OPTIONS = {
+    "plain": {},
+    "top entropy": {"top_entropy_quantile": 0.3},
+    "entropy bonus": {"entropy_coef": 0.05},
+    "group expectation": {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "group_expectation",
+        "importance_sampling_level": "sequence",
+        "top_k": 20,
+    },
+    "k1": {"beta": 0.1, "kl_estimator": "k1"},
+    "recomputed": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_no_option_depends_on_the_micro_batch_split(make_learner, varied_rewards, options):
+    moments = []
+    for size in (0, 5, 1):
+        learner = make_learner(grpo={"micro_batch_size": size, "gradient_checkpointing": False} | options)
+        assert not steps(learner, 1)[0].skipped
+        moments.append(learner.snapshot()["adam_m"])
+    for moment in moments[1:]:
+        assert np.abs(moment - moments[0]).max() < 1e-5 * np.abs(moments[0]).max()
+
+
+def test_the_options_do_something(make_learner, varied_rewards):
+    moments = {}
+    for name, options in OPTIONS.items():
+        learner = make_learner(grpo={"gradient_checkpointing": False} | options)
+        steps(learner, 1)
+        moments[name] = learner.snapshot()["adam_m"]
+    for name, moment in moments.items():
+        same = np.allclose(moment, moments["plain"], rtol=1e-3, atol=1e-7)
+        assert same == (name in ("plain", "recomputed")), name
+
+
+def test_the_ratio_is_logged_before_and_after_truncation(make_learner, varied_rewards):
+    options = {"top_k": 3, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.1}
+    metrics = steps(make_learner(grpo=options), 1)[0].metrics
+    assert metrics["sampler_ratio/min"] < metrics["sampler_weight/min"] == pytest.approx(0.1)
+    assert metrics["sampler_ratio/p05"] <= metrics["sampler_ratio/median"] <= metrics["sampler_ratio/p95"]
+    assert 0 < metrics["sampler_truncated"] <= 1
+
+
+def test_bf16_counts_as_another_sampler(make_learner, varied_rewards):
+    learner = make_learner(grpo={"bf16": True})
+    metrics = steps(learner, 1)[0].metrics
+    assert metrics["sampler_ratio/max"] > 1
+    assert metrics["sampler_weight"] == pytest.approx(1, abs=0.1)
+    assert next(learner.loaded.model.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"leave_one_out": True}, {"multi_objective_aggregation": "normalize_then_sum"}])
+def test_advantage_options_reach_the_advantages(make_learner, options):
+    class ByTokens:
+        weights = {"task": 1.0, "exact": 2.0}
+        failures = {}
+
+        def score(self, examples, prompts, completions, texts, ids):
+            values = {"task": [float(i[0] % 3) for i in ids], "exact": [float(i[-1] % 5) for i in ids]}
+            return Scored(total=[a + 2 * b for a, b in zip(*values.values())], means={}, values=values)
+
+    def advantages(learner):
+        examples = [learner._task.train(i) for i in range(4)]
+        return learner_module.collect(
+            learner.loaded, examples, config=learner._grpo, prompts=learner._prompts, rewards=ByTokens(),
+            generator=torch.Generator().manual_seed(3),
+        ).advantages  # fmt: skip
+
+    base, changed = advantages(make_learner()), advantages(make_learner(grpo=options))
+    assert base.any() and not torch.allclose(base, changed)
+    if "leave_one_out" in options:
+        assert torch.allclose(changed, base * 4 / 3)
