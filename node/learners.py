@@ -79,10 +79,13 @@ def base_hash_of(learner: Learner) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(learner.initial(), "<f4").tobytes()).digest()
 
 
-def warm_up(learner: Learner, progress: Progress) -> tuple[np.ndarray, dict[str, float]]:
-    """The parameters that the run starts from and what the supervised stage did (empty without one)."""
+def warm_up(learner: Learner, progress: Progress, clock: Callable[[], float]) -> tuple[np.ndarray, dict[str, float]]:
+    """The parameters that the run starts from and what the supervised stage did (empty without one).
+
+    `clock` gives the seconds that limit the stage: virtual ones in the simulator, where real ones would differ every time.
+    """
     run = getattr(learner, "warmup", None)
     if run is None:
         return learner.initial(), {}
-    result = run(progress)
+    result = run(progress, clock=clock)
     return learner.theta(), (result if result.get("steps") else {})  # type: ignore[attr-defined]

@@ -335,7 +335,10 @@ class Node:
         """The first state of a new run: warm-up where the manifest asks for it, then the signed genesis."""
         self.phase = "warming up"
         with self.host.progress("warm-up") as show:
-            theta, self.warmup = await self.clock.run(lambda: learners.warm_up(self.learner, self._stage(show)))
+            elapsed = asyncio.get_running_loop().time  # `clock.now` asks for the running loop: a worker thread has none
+            theta, self.warmup = await self.clock.run(
+                lambda: learners.warm_up(self.learner, self._stage(show), elapsed)
+            )
         if self.warmup:
             self.say("warm-up done", **{k: round(v, 4) for k, v in self.warmup.items()})
         self.run_.genesis = make_genesis(self.identity, self.run_.id, genesis_hash(theta))
