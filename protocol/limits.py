@@ -22,6 +22,10 @@ HANDSHAKES_AT_ONCE_MAX: Final = 16
 HANDSHAKE_SECONDS_MAX: Final = 10.0
 
 # --- connections ------------------------------------------------------------------------------------------------------
+# Connections that one peer dialed and keeps; beyond it those unused for longest are closed, and dialed again when needed.
+# Twice as many as a large swarm's neighbours (overlay.py) with those that exchanges and rounds need now and then.
+CONNECTIONS_KEPT_MAX: Final = 128
+CONNECTION_IDLE_SECONDS_MIN: Final = 10.0  # one used since is not closed for that
 STREAMS_PER_CONNECTION_MAX: Final = 64
 SESSIONS_MAX: Final = 4096  # ~100 B each; oldest idle one goes first
 # Keepalive, the same numbers on both ends, or the server answers GOAWAY too_many_pings.
@@ -43,6 +47,7 @@ ADDRESSES_MAX: Final = 8
 REASON_CHARS_MAX: Final = 512
 RUMOURS_PER_MESSAGE_MAX: Final = 64
 MEMBERS_MAX: Final = 4096
+GOSSIP_HELLO_BYTES_MAX: Final = 5 * MEMBERS_MAX * 160  # five lists of MEMBERS_MAX entries of a chain each
 SIGNED_BODY_BYTES_MAX: Final = FRAME_BYTES_MAX
 HEADER_BYTES_MAX: Final = 512  # a signed UpdateHeader is ~260 B
 
@@ -60,5 +65,11 @@ UPDATES_HELD_BYTES_MAX: Final = 4 * 1024**3  # verified updates kept for repairs
 STATE_CHUNK_BYTES: Final = 1024 * 1024
 STATE_BYTES_MAX: Final = 256 * 1024**3
 MANIFEST_BYTES_MAX: Final = 64 * 1024
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+JUDGE_BYTES_MAX: Final = 8 * 1024**2  # prompts and completions of one request: 1,000 completions of 8 KiB
+JUDGE_COMPLETIONS_MAX: Final = 4096  # in one request; their scores fit into one frame
+JUDGE_REQUESTS_MAX: Final = 8  # waiting or worked on, one of each peer; with the two above 64 MiB
+JUDGE_SECONDS_MAX: Final = 600.0  # an asker that claims to wait longer is not believed
 
 INT64_MAX: Final = 2**63 - 1

@@ -560,14 +560,58 @@ class ManifestReply(_message.Message):
     genesis: Signed
     def __init__(self, manifest: _Optional[bytes] = ..., base_hash: _Optional[bytes] = ..., layout_hash: _Optional[bytes] = ..., genesis: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
 
+class GossipStart(_message.Message):
+    __slots__ = ("hello_size",)
+    HELLO_SIZE_FIELD_NUMBER: _ClassVar[int]
+    hello_size: int
+    def __init__(self, hello_size: _Optional[int] = ...) -> None: ...
+
 class GossipHello(_message.Message):
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "frontier", "view", "limits", "base", "total_weight", "state_hash", "floor_hash")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    STATE_HASH_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_HASH_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[VersionEntry]
-    def __init__(self, entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
+    frontier: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    view: StabilityView
+    limits: _containers.RepeatedCompositeFieldContainer[ChainLimit]
+    base: bytes
+    total_weight: int
+    state_hash: bytes
+    floor_hash: bytes
+    def __init__(self, entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., frontier: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., view: _Optional[_Union[StabilityView, _Mapping]] = ..., limits: _Optional[_Iterable[_Union[ChainLimit, _Mapping]]] = ..., base: _Optional[bytes] = ..., total_weight: _Optional[int] = ..., state_hash: _Optional[bytes] = ..., floor_hash: _Optional[bytes] = ...) -> None: ...
+
+class ChainLimit(_message.Message):
+    __slots__ = ("peer", "incarnation", "seq")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    incarnation: int
+    seq: int
+    def __init__(self, peer: _Optional[str] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+
+class StabilityView(_message.Message):
+    __slots__ = ("epoch", "entries", "holders", "others", "settled")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    entries: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    holders: bytes
+    others: _containers.RepeatedScalarFieldContainer[str]
+    settled: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    def __init__(self, epoch: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., holders: _Optional[bytes] = ..., others: _Optional[_Iterable[str]] = ..., settled: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
 
 class GossipWant(_message.Message):
-    __slots__ = ("ranges",)
+    __slots__ = ("ranges", "concurrent_weight")
     class Range(_message.Message):
         __slots__ = ("peer", "incarnation", "first", "last")
         PEER_FIELD_NUMBER: _ClassVar[int]
@@ -580,8 +624,10 @@ class GossipWant(_message.Message):
         last: int
         def __init__(self, peer: _Optional[str] = ..., incarnation: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[GossipWant.Range]
-    def __init__(self, ranges: _Optional[_Iterable[_Union[GossipWant.Range, _Mapping]]] = ...) -> None: ...
+    concurrent_weight: int
+    def __init__(self, ranges: _Optional[_Iterable[_Union[GossipWant.Range, _Mapping]]] = ..., concurrent_weight: _Optional[int] = ...) -> None: ...
 
 class Genesis(_message.Message):
     __slots__ = ("founder", "state_hash", "lineage")
@@ -602,3 +648,33 @@ class TokenUse(_message.Message):
     peer: str
     used: bool
     def __init__(self, token_id: _Optional[bytes] = ..., peer: _Optional[str] = ..., used: bool = ...) -> None: ...
+
+class JudgeRequest(_message.Message):
+    __slots__ = ("payload_size", "seconds")
+    PAYLOAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    payload_size: int
+    seconds: float
+    def __init__(self, payload_size: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class JudgeGroups(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[JudgeGroup]
+    def __init__(self, groups: _Optional[_Iterable[_Union[JudgeGroup, _Mapping]]] = ...) -> None: ...
+
+class JudgeGroup(_message.Message):
+    __slots__ = ("prompt", "completions")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    completions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt: _Optional[str] = ..., completions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class JudgeReply(_message.Message):
+    __slots__ = ("scores", "refusal")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    refusal: str
+    def __init__(self, scores: _Optional[_Iterable[float]] = ..., refusal: _Optional[str] = ...) -> None: ...
