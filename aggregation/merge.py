@@ -137,7 +137,7 @@ class MergeResult(Generic[K]):
 def merge_round(
     theta: np.ndarray,
     buffer: np.ndarray | None,
-    updates: Iterable[tuple[K, Sparse, int]],
+    updates: Iterable[tuple[K, Sparse | None, int]],
     outer: OuterOptimizer,
     norm_max: float = 0.0,
 ) -> MergeResult[K]:
@@ -145,13 +145,13 @@ def merge_round(
 
     Args:
         theta, buffer: fp32 [d] and fp32 [d] or None.
-        updates: (key, update, capped weight), in dot order.
+        updates: (key, update, capped weight), in dot order; None for an update that does not decode, which is void.
         norm_max: updates of a larger norm are scaled down to it; 0 means no limit.
 
     The normalizer is the sum of all the weights given, void updates included: a void one must not raise the others' share.
     A sum of zero means no step.
     """
-    items: Sequence[tuple[K, Sparse, int]] = list(updates)
+    items: Sequence[tuple[K, Sparse | None, int]] = list(updates)
     normalizer = sum(weight for _, _, weight in items)
     accumulator = Accumulator(theta.size)
     if normalizer <= 0:
@@ -159,18 +159,18 @@ def merge_round(
     voids: list[K] = []
     clipped = 0
     for key, update, weight in items:
+        # Magnitude is judged before the weight: whether an update is void must not depend on who else took part.
+        if update is None or not (np.abs(update.values) < np.float32(1.0)).all():
+            voids.append(key)
+            continue
         scale = weight / normalizer
-        if norm_max > 0 and np.isfinite(update.values).all():
+        if norm_max > 0:
             factor = clip_scale(norm(update.values), norm_max)
             clipped += factor < 1
             scale *= factor
-        # Magnitude is judged before the weight: whether an update is void must not depend on who else took part.
-        within = (np.abs(update.values) < np.float32(1.0)).all()
-        fixed = contribution(update.values, scale) if within else None
-        if fixed is None:
-            voids.append(key)
-        else:
-            accumulator.add(update.indices, fixed)
+        fixed = contribution(update.values, scale)
+        assert fixed is not None  # a share of what is below 1
+        accumulator.add(update.indices, fixed)
     new_theta, new_buffer = outer.step(theta, buffer, accumulator.total)
     reason = (
         f"mean of {len(items) - len(voids)} updates, {len(voids)} void, {clipped} clipped, total weight {normalizer}"

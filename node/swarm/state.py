@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...aggregation.compress import Compression, Sparse, decode
+from ...aggregation.forks import head_of
 from ...aggregation.layout import state_hash
 from ...aggregation.merge import OuterOptimizer, capped_weights, merge_round
 from ...protocol.ballot_messages import Header, Value
 from ...protocol.errors import PeerFault
-from ...protocol.version import Dot, VersionVector, next_head, sha256
-from ...protocol.wire_pb2 import Signed
+from ...protocol.version import Dot, VersionVector, sha256
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,6 @@ class MergeRules:
     norm_max: float
 
 
-def head_of(header: Header) -> bytes:
-    """The chain's head after `header`."""
-    return next_head(header.previous_head, Signed.FromString(header.signed).body)
-
-
 def advance_vector(vector: VersionVector, headers: Sequence[Header]) -> VersionVector:
     """Include the committed headers. A dot at or below what is included (only after a restored disk) changes nothing."""
     for header in headers:
@@ -155,16 +150,11 @@ def apply_commit(
     weights = weights_of(value, rules)
     if reduced is None:
         items = []
-        undecodable = []
         for header, payload in updates:
             sparse = _decode_or_void(payload, state.theta.size, rules.compression)
-            if sparse is None:
-                undecodable.append(header.dot)
-            else:
-                items.append((header.dot, sparse, weights[header.dot.peer]))
+            items.append((header.dot, sparse, weights[header.dot.peer]))
         merged = merge_round(state.theta, state.outer, items, rules.outer, rules.norm_max)
-        theta, outer, reason = merged.theta, merged.buffer, merged.reason
-        void = {*undecodable, *merged.voids}
+        theta, outer, void, reason = merged.theta, merged.buffer, set(merged.voids), merged.reason
     else:
         theta, outer = rules.outer.step(state.theta, state.outer, reduced)
         void, reason = set(), f"dense mean of {len(updates)} updates"

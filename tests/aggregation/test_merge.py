@@ -99,8 +99,9 @@ def test_a_void_update_counts_in_the_normalizer_and_contributes_nothing() -> Non
     theta = np.zeros(4, np.float32)
     good = Sparse(np.array([0]), np.array([0.5], np.float32))
     bad = Sparse(np.array([1]), np.array([7.0], np.float32))
-    result = merge_round(theta, None, [("a", good, 1), ("b", bad, 1)], OuterSgd(1.0))
-    assert result.voids == ("b",) and result.theta.tolist() == [-0.25, 0, 0, 0]
+    for void in (bad, None):  # None: its bytes did not decode
+        result = merge_round(theta, None, [("a", good, 1), ("b", void, 1)], OuterSgd(1.0))
+        assert result.voids == ("b",) and result.theta.tolist() == [-0.25, 0, 0, 0]
 
 
 def test_voidness_does_not_depend_on_who_else_took_part() -> None:
