@@ -1,25 +1,28 @@
 """Peers that lie. Each kind bends one thing of a real node and leaves the rest as it is.
 
 scale, sign_flip, noise: what the learner learned, a hundred times too large, reversed, or random. free_ride: nothing
-learned, the weight claimed all the same. lie_weight: a thousand times the samples. nan: payloads of random bytes, signed
-as if they were updates. replay: every message again, later. equivocate: two updates under one dot, each shown to half
-of the others. stranger: an invite whose token is made up. The node's own guards stay on; what they would stop is put in
-behind them.
+learned, the weight claimed all the same. lie_weight: a thousand times the samples. nan: payloads of random bytes, in ring
+mode signed as if they were updates. replay: every message again, later. equivocate: two updates under one dot, each shown
+to half of the others; in ring mode alone. stranger: an invite whose token is made up. The node's own guards stay on; what
+they would stop is put in behind them.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..aggregation.compress import Sparse
 from ..node.learner import LocalResult
+from ..node.swarm.gossip import Gossip
 from ..node.swarm.rounds import Rounds
+from ..protocol.ballot_messages import Header, parse_header
 from ..protocol.signing import sign_body
-from ..protocol.wire_pb2 import Envelope, Join, Signed, UpdateHeader
+from ..protocol.wire_pb2 import Envelope, Join, UpdateHeader
 from .ledger import Learned, Witness
 
 if TYPE_CHECKING:
@@ -56,12 +59,12 @@ class Liar(Witness):
         return result
 
 
-def bend(node: Node, kind: str, rng: random.Random) -> None:
-    """Make a running node lie on the wire: replay, equivocate, nan."""
+def bend(node: Node, kind: str, rng: random.Random, heard: Callable[[Header, bytes], None]) -> None:
+    """Make a running node lie on the wire: replay, equivocate, nan. `heard`: told of updates that it signs beside its own."""
     if kind == "replay":
         _replay(node, rng)
     elif kind == "equivocate":
-        _equivocate(node)
+        _equivocate(node, heard)
     elif kind == "nan":
         _garbage(node, rng)
 
@@ -69,6 +72,11 @@ def bend(node: Node, kind: str, rng: random.Random) -> None:
 def _garbage(node: Node, rng: random.Random) -> None:
     """Payloads of random bytes, which decode to nothing, to the largest numbers, or not at all."""
     assert node.rounds is not None
+    if isinstance(node.rounds, Gossip):  # its own log would refuse such an update, so what is passed on is garbled
+        log = node.rounds.log
+        payload = log.payload
+        log.payload = lambda dot: rng.randbytes(len(payload(dot)))  # type: ignore[method-assign]
+        return
     work = node.rounds._work
     honest = work.encode
     nothing = Sparse(np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -89,7 +97,7 @@ def _replay(node: Node, rng: random.Random) -> None:
     _rewire(node, posting)
 
 
-def _equivocate(node: Node) -> None:
+def _equivocate(node: Node, heard: Callable[[Header, bytes], None]) -> None:
     post = node.mesh.post
     run_id, identity = node.run_.id, node.identity
 
@@ -100,7 +108,12 @@ def _equivocate(node: Node) -> None:
                 header = UpdateHeader.FromString(join.header.body)
                 header.weight += 1
                 other = sign_body(identity, "update", "origin", run_id, header.SerializeToString())
-                join.header.CopyFrom(Signed.FromString(other.SerializeToString()))
+                second = parse_header(other)
+                payload = next((u.payload for u in node.journal.updates if u.dot == second.dot), None)
+                if payload is None:
+                    return post(peer, envelope)
+                heard(second, payload)
+                join.header.CopyFrom(other)
                 envelope = Envelope(join=sign_body(identity, "join", "member", run_id, join.SerializeToString()))
         post(peer, envelope)
 

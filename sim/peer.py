@@ -147,8 +147,9 @@ class Peer:
         self.byzantine = lie or self.byzantine  # once a liar, never trusted by the checkers again
         if self.learner is not None:
             self.learner.kind = lie
-        if lie is not None and self.node is not None and self.node.ready:
-            bend(self.node, lie, self.rng)
+        if lie is not None and self.node is not None and self.node.rounds is not None:
+            node, ledger = self.node, self._sim.checkers.ledger
+            bend(node, lie, self.rng, lambda h, p: ledger.heard(h, p, node.learner.layout.size, node.compression))
 
     async def _on_ready(self, node: Node) -> None:
         if self.byzantine is not None:

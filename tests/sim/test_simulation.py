@@ -11,6 +11,7 @@ import pytest
 
 from shoal.sim import Link, Simulation
 from shoal.sim.byzantine import KINDS
+from shoal.sim.schedules import run_random
 
 from .hunt import broken
 
@@ -104,6 +105,11 @@ def test_random_faults_break_nothing(first: int) -> None:
 @pytest.mark.timeout(200)
 def test_one_liar_breaks_nothing_for_the_others(kind: str) -> None:
     assert not _collect([_hunt(0, 3, "--byzantine", kind)], 190)
+
+
+def test_each_liar_on_the_wire_does_something_of_its_own() -> None:
+    kinds = ("free_ride", "equivocate", "replay", "nan")  # the first one lies in what it learned alone
+    assert len({run_random(2, byzantine=kind).trace_hash for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.long
