@@ -295,21 +295,31 @@ def doctor(data_dir: Path | None, port: int, as_json: bool) -> int:
 @click.option("--model", default=None, help="Evaluate this model: tiny, folder, .gguf or hub id, without a node.")
 @click.option("--task", default=None, help="Other task than the run's: reasoning_gym:<task> or a JSONL file.")
 @click.option("--size", default=None, type=click.IntRange(1, 10_000), help="Held-out prompts.")
+@click.option("--samples", default=None, type=click.IntRange(1, 64), help="Completions a prompt: pass@k up to that k.")
+@click.option("--plot", default=None, type=click.Path(path_type=Path, dir_okay=False), help="Also draw this PNG file.")
 @json_option
 def evaluate(
-    data_dir: Path | None, adapter: Path | None, model: str | None, task: str | None, size: int | None, as_json: bool
+    data_dir: Path | None,
+    adapter: Path | None,
+    model: str | None,
+    task: str | None,
+    size: int | None,
+    samples: int | None,
+    plot: Path | None,
+    as_json: bool,
 ) -> int:
-    """Held-out greedy accuracy and mean sampled reward, at a fixed seed.
+    """Held-out greedy accuracy, mean sampled reward and pass@k, at a fixed seed.
 
     Without --model or --adapter: of the newest state in the data directory; the node need not run.
 
     \b
     Examples: shoal eval --data-dir /data/shoal --json
               shoal eval --data-dir /data/shoal --adapter ./adapter
+              shoal eval --data-dir /data/shoal --samples 8 --plot curve.png
     """
     from .commands.artefacts import run_eval
 
-    found = run_eval(_where(data_dir), adapter=adapter, model=model, task=task, size=size)
+    found = run_eval(_where(data_dir), adapter=adapter, model=model, task=task, size=size, samples=samples, plot=plot)
     click.echo(json.dumps(found) if as_json else "\n".join(f"{k:>12}  {v}" for k, v in found.items()))
     return ExitCode.OK
 

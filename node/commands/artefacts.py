@@ -71,9 +71,38 @@ def run_export(data_dir: Path, out: Path, *, merged: bool) -> dict[str, Any]:
 
 
 def run_eval(
-    data_dir: Path, *, adapter: Path | None, model: str | None, task: str | None, size: int | None
+    data_dir: Path,
+    *,
+    adapter: Path | None,
+    model: str | None,
+    task: str | None,
+    size: int | None,
+    samples: int | None = None,
+    plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Held-out metrics of the newest state, of an adapter on the run's model, or of any model. Raises ShoalError."""
+    """Held-out metrics of the newest state, of an adapter on the run's model, or of any model. Raises ShoalError.
+
+    Args:
+        samples: completions drawn for each prompt, in place of the task's `eval_generations`.
+        plot: where to write a picture of them, as PNG; with the run's history where the newest state is measured.
+    """
+    if plot is not None:
+        from .plots import require_matplotlib
+
+        require_matplotlib()  # before the minutes of work whose result it is to show
+    found = _measure(data_dir, adapter=adapter, model=model, task=task, size=size, samples=samples)
+    if plot is not None:
+        from ..store.metrics import read_metrics
+        from .plots import plot_evaluation
+
+        plot_evaluation(plot, found, read_metrics(data_dir) if "round" in found and task is None else [])
+        found["plot"] = str(plot)
+    return found
+
+
+def _measure(
+    data_dir: Path, *, adapter: Path | None, model: str | None, task: str | None, size: int | None, samples: int | None
+) -> dict[str, Any]:
     import os
 
     from ..rl.config import ModelConfig, TaskConfig
@@ -88,6 +117,8 @@ def run_eval(
     changes: dict[str, Any] = {"name": task, "options": {}} if task else {}
     if size is not None:
         changes["eval_size"] = size
+    if samples is not None:
+        changes["eval_generations"] = samples
     wanted = TaskConfig.model_validate({**(config.node.task or run.task).model_dump(), **changes})
     if checkpoint is not None and adapter is None:
         changed = config.model_copy(update={"run": run.model_copy(update={"task": wanted})})

@@ -18,7 +18,7 @@ from .experience import sampling_of, score_rollouts
 from .models import LoadedModel, Progress, load_model
 from .prompts import PromptFormat, prompt_format
 from .rewards import Rewards
-from .rollout import sample
+from .rollout import Rollouts, sample
 from .tasks import Example, Task, load_task
 
 EVAL_SEED = 20_240_229  # any constant: evaluations must be comparable
@@ -63,13 +63,8 @@ def measure(
         greedily = Sampling(greedy=True, stop_strings=sampling.stop_strings)
         greedy = sample(loaded.model, ids, num_generations=1, sampling=greedily, **shared)
         drawn = sample(loaded.model, ids, num_generations=generations, sampling=sampling, **shared)
-        texts = loaded.tokenizer.batch_decode(greedy.completions(), skip_special_tokens=True)
-        correct += sum(task.score(t, e) >= FULL_MARK for t, e in zip(texts, part, strict=True))
-        texts = loaded.tokenizer.batch_decode(drawn.completions(), skip_special_tokens=True)
-        solved += [
-            sum(task.score(t, e) >= FULL_MARK for t in texts[i * generations : (i + 1) * generations])
-            for i, e in enumerate(part)
-        ]
+        correct += sum(_correct(loaded, task, greedy, part))
+        solved += _correct(loaded, task, drawn, part)
         cut += int(greedy.truncated.sum())
         scored = score_rollouts(loaded, drawn, part, generations, prompts=prompts, rewards=rewards)
         sampled += [r for r in scored.total if r is not None]
@@ -85,6 +80,15 @@ def measure(
         "n": float(len(examples)),
         "truncated": cut / len(examples),
     }
+
+
+def _correct(loaded: LoadedModel, task: Task, rollouts: Rollouts, examples: list[Example]) -> list[int]:
+    """How many of each example's completions have the full mark."""
+    texts = loaded.tokenizer.batch_decode(rollouts.completions(), skip_special_tokens=True)
+    each = len(texts) // len(examples)
+    return [
+        sum(task.score(t, e) >= FULL_MARK for t in texts[i * each : (i + 1) * each]) for i, e in enumerate(examples)
+    ]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from shoal.node import cli, learners
 from shoal.node.config import RunConfig, manifest_bytes, run_id_of
 from shoal.node.config_file import load_config
 from shoal.node.store.checkpoint import Checkpoint, Checkpoints
+from shoal.node.store.metrics import append_metrics
 from shoal.node.swarm.state import SharedState
 from shoal.protocol.errors import ExitCode
 from shoal.protocol.version import VersionVector
@@ -109,3 +111,32 @@ def test_a_checkpoint_of_another_model(data_dir, capsys):
     (folder / "manifest.json").write_bytes(manifest_bytes(RunConfig()))
     code, found = ask(capsys, "eval", "--data-dir", str(folder))
     assert code == ExitCode.MISMATCH and "parameters" in found["error"]["values"]
+
+
+def test_pass_at_k_and_a_picture(data_dir, tmp_path, capsys):
+    folder = data_dir()
+    for round_ in range(3):
+        append_metrics(folder, {"round": round_, "eval_reward": 0.1 * round_, "eval_accuracy": 0.2 * round_})
+    append_metrics(folder, {"round": 3, "reward": 0.3})  # a round without an evaluation
+    code, found = ask(
+        capsys, "eval", "--data-dir", str(folder), "--samples", "4", "--plot", str(tmp_path / "held-out.png")
+    )
+    assert code == ExitCode.OK
+    assert found["pass_at_1"] <= found["pass_at_2"] <= found["pass_at_4"]
+    picture = (tmp_path / "held-out.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(picture[16:20], "big") == 1200  # pixels wide: two panels
+    assert [p.name for p in tmp_path.glob(".held-out*")] == []
+
+
+def test_a_picture_that_cannot_be_written(data_dir, tmp_path, capsys):
+    code = cli.run(["eval", "--data-dir", str(data_dir()), "--plot", str(tmp_path / "nowhere" / "x.png"), "--json"])
+    assert code == ExitCode.DISK
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib(data_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code = cli.run(["eval", "--data-dir", str(data_dir()), "--plot", str(tmp_path / "x.png"), "--json"])
+    assert code == ExitCode.DEPENDENCY
+    assert "shoal[plot]" in capsys.readouterr().err
