@@ -125,25 +125,33 @@ class Entry:
         await asyncio.gather(*(one(c.peer, c.address) for c in rest))
 
     async def redial(self) -> None:
-        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone.
+        """Dial everybody known once, at the same time: before the first vote after a restart, and while alone. An invite
+        given to a restart counts, too: it may say where a member of old has moved to.
 
         Raises Refused when another process has our identity. Any other refusal is one peer's word: it may itself be
         a newcomer that cannot tell yet who is a member.
         """
 
-        async def one(peer: str, address: str) -> None:
-            try:
-                await self._mesh.connect(address, peer)
-            except Refused as error:
-                if error.reason == Refusal.IDENTITY_IN_USE:
-                    raise
-                self._say("not let in", level="warning", peer=peer, cause=f"{error.what}: {error.values}")
-            except (DialError, StreamClosed, PeerFault, asyncio.TimeoutError):
-                pass
+        async def one(peer: str, addresses: list[str]) -> None:
+            for address in addresses:
+                try:
+                    await self._mesh.connect(address, peer)
+                    return
+                except Refused as error:
+                    if error.reason == Refusal.IDENTITY_IN_USE:
+                        raise
+                    return self._say("not let in", level="warning", peer=peer, cause=f"{error.what}: {error.values}")
+                except (DialError, StreamClosed, PeerFault, asyncio.TimeoutError):
+                    continue
 
-        connected = self._mesh.connected()
-        dials = [one(p, a[0]) for p, a in self._cache.peers.items() if a and p not in connected]
-        if dials:
+        invite, connected = self._run.invite, self._mesh.connected()
+        sources = [("invite", invite.peers if invite else ()), ("cache", list(self._cache.peers.items()))]
+        known: dict[str, list[str]] = {}
+        for candidate in candidates(sources, self._me):
+            if candidate.peer not in connected:
+                known.setdefault(candidate.peer, []).append(candidate.address)
+        dials = [one(peer, addresses) for peer, addresses in known.items()]
+        with contextlib.suppress(asyncio.TimeoutError):  # whoever answered by then is connected
             await asyncio.wait_for(asyncio.gather(*dials), REDIAL_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the run

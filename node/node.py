@@ -653,7 +653,7 @@ class Node:
             await self.clock.sleep(CARE_SECONDS)
             if self.members is None or self.members.alive():
                 pause = REDIAL_SECONDS
-            elif self.clock.now() - dialled_at > pause and self.cache.peers:
+            elif self.clock.now() - dialled_at > pause and (self.cache.peers or self.run_.invite):
                 self.say(
                     "alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers)
                 )

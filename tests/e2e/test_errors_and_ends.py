@@ -222,3 +222,23 @@ def test_a_full_disk_stops_publishing_and_not_training(tmp_path: Path) -> None:
         one.wait_round(together)
         one.assert_same_history(from_round=together)
         assert second.ask("book")["exact"]
+
+
+def test_an_invite_leads_a_restart_to_a_member_that_moved(tmp_path: Path) -> None:
+    """Both have new ports: nothing that either remembers of the other is right any more."""
+    with swarm(tmp_path) as one:
+        founder, second = one.found(), one.join()
+        one.wait(lambda: bool((second.status() or {}).get("member")), "the second is a member")
+        before = (founder.status() or {})["addresses"]
+        for node in one.nodes:
+            node.kill()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", int(before[0].rpartition(":")[2])))
+            founder.start("up")
+            one.wait(lambda: bool((founder.status() or {}).get("ready")), "the founder is back")
+            assert (founder.status() or {})["addresses"] != before
+            second.start("join", founder.ask("invite")["invite"])
+            one.wait(lambda: (founder.status() or {}).get("alive") == 2, "the founder sees the second again")
+        together = max(one.rounds()) + 2
+        one.wait_round(together)
+        one.assert_same_history(from_round=together)
