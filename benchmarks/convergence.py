@@ -110,7 +110,7 @@ def evenly(rounds: int, count: int) -> tuple[int, ...]:
 def merged_run(make: Make, study: Study, exchange: Exchange, seed: int) -> dict[str, Any]:
     """One curve: at every mark the round, the bytes so far and what `evaluate` says of the shared parameters."""
     learners, theta, evaluate = make(seed)
-    d = theta.size
+    d, hops = theta.size, len(learners) - 1
     books = [Book(d) for _ in learners]
     curve = [{"round": 0, "bytes": 0, **evaluate(theta)}]
     sent, voids = 0, 0
@@ -135,8 +135,8 @@ def merged_run(make: Make, study: Study, exchange: Exchange, seed: int) -> dict[
             dot = Dot(f"replica-{i}", 0, round_)
             book.record(dot, update)
             updates.append((dot, update, result.weight))
-            hops = len(learners) - 1
-            sent += 2 * hops * FP32_BYTES * d // len(learners) if exchange.preset == "dense" else hops * len(payload)
+            sent += 0 if exchange.preset == "dense" else hops * len(payload)
+        sent += 2 * hops * FP32_BYTES * d if exchange.preset == "dense" else 0
         merged = merge_round(theta, None, updates, OuterSgd())
         theta = merged.theta
         voids += len(merged.voids)
@@ -244,8 +244,8 @@ STUDIES = (
     Study("bandit", 20, evenly(12, 12), "reward", False, False),
     Study("bandit", 5, evenly(48, 24), "reward", False, False),
     Study("bandit", 1, evenly(240, 24), "reward", False, False),
-    Study("grpo", 3, evenly(48, 8), "reward", False, False, EXCHANGES[:5]),
-    Study("grpo", 12, evenly(12, 4), "reward", False, False, EXCHANGES[:3]),
+    Study("grpo", 2, evenly(48, 8), "reward", False, False, EXCHANGES[:5]),
+    Study("grpo", 8, evenly(12, 4), "reward", False, False, EXCHANGES[:3]),
 )
 
 

@@ -3,8 +3,9 @@
     python benchmarks/convergence_report.py              # also prints the tables
 
 A standard error is that of the difference of two means over the seeds, sqrt(s1^2 / n + s2^2 / n). "Worse by" is in units of
-it: below 2 counts as no worse than dense. "Paired" is the mean over the seeds of the difference to dense with the same seed,
-with the standard error of that mean: the seeds' own differences are gone from it, so it is the sharper figure.
+it: below 2 counts as no worse than dense. "Difference to dense" is the
+mean over the seeds of the difference to dense with the same seed, with the standard error of that mean: what the seeds have
+in common is gone from it, so it is the sharper figure.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def table(study: Study, figures: dict[str, Any]) -> str:
     exchanges = figures[study.name]
     dense = final(exchanges["dense"], study.measure)
     rows = [
-        f"| exchange | {study.measure} at the end | worse by | paired | no worse from round | MB sent | of dense's |",
+        f"| exchange | {study.measure} at the end | worse by | difference to dense "
+        "| no worse from round | MB sent | of dense's |",
         "|---|---|---|---|---|---|---|",
     ]
     sent_dense = statistics.mean(final(exchanges["dense"], "bytes"))
@@ -128,11 +130,12 @@ def draw(learner: str, path: Path) -> None:
             mean = [statistics.mean(c) for c in columns]
             error = [error_of_mean(c) for c in columns]
             for axis, key in ((left, "round"), (right, "bytes")):
-                at = [statistics.mean(final(runs, key, mark)) for mark in points]
+                first = int(key == "bytes")  # nothing is sent before the first round, and a logarithm has no zero
+                at = [statistics.mean(final(runs, key, mark)) for mark in points[first:]]
                 style = {"color": COLOURS[exchange.preset], "ls": "-" if exchange.feedback else ":"}
-                axis.plot(at, mean, label=label(exchange.name), **style)
+                axis.plot(at, mean[first:], label=label(exchange.name), **style)
                 low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
-                axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
+                axis.fill_between(at, low[first:], high[first:], color=style["color"], alpha=0.15, lw=0)
         left.set_title(f"{study.marks[-1]} rounds of {study.inner_steps}", fontsize=9)
         left.set_xlabel("round")
         right.set_xlabel("bytes sent, all replicas together")
