@@ -38,6 +38,7 @@ class Chains:
         self._digest = 0
         self._digested: dict[Key, int] = {}  # what each entry has put into the digest
         self._undigested: set[Key] = set()
+        self.count = 0  # kept records
 
     # ------------------------------------------------------------------------------------------------ readers
 
@@ -168,6 +169,7 @@ class Chains:
         if chain is None:
             chain = self._chains[record.key] = _Chain(NOTHING)
         chain.records.append(record)
+        self.count += 1
         self._set_top(record.key, record.top)
 
     def cut(self, key: Key, seq: int) -> list[Record]:
@@ -179,6 +181,7 @@ class Chains:
         taken = chain.records[at:]
         if taken:
             del chain.records[at:]
+            self.count -= len(taken)
             self._set_top(key, chain.records[-1].top if chain.records else chain.floor)
         return taken
 
@@ -189,6 +192,7 @@ class Chains:
         gone = chain.records[:count]
         if gone:
             del chain.records[:count]
+            self.count -= len(gone)
             chain.floor = gone[-1].top
         return gone
 

@@ -108,6 +108,7 @@ class UpdateLog:
         self._retracted: dict[Key, list[Record]] = {}  # ascending; begins right above the chain's top
         self._limits: dict[Key, int] = {}  # set by `freeze`
         self._proofs: dict[str, Fork] = {}  # by peer: of its lowest disputed dot
+        self.floor_changes = 0  # grows whenever `snapshot` without its log could be another
         self._theta: np.ndarray | None = None
         self._state_hash: bytes | None = None
 
@@ -147,6 +148,16 @@ class UpdateLog:
         if self._state_hash is None:
             self._state_hash = state_hash(self.theta, None, self.version)
         return self._state_hash
+
+    @property
+    def kept(self) -> int:
+        """Updates kept above the floor."""
+        return self._chains.count
+
+    @property
+    def limits(self) -> dict[Key, int]:
+        """Chains that `freeze` has ended, and their last seq."""
+        return dict(self._limits)
 
     @property
     def frozen(self) -> dict[Key, int]:
@@ -263,6 +274,7 @@ class UpdateLog:
         """Limit chains without a proof (healing by rule abandons them from there on); takes back what is above."""
         for key, limit in limits.items():
             self._limits[key] = min(limit, self._limits.get(key, limit))
+        self.floor_changes += 1
         dots, conflict = self._lower(sorted(limits))
         reason = f"{len(limits)} chains frozen: {len(dots)} updates are taken back"
         return Retraction(tuple(dots), False, conflict, reason)
@@ -314,6 +326,7 @@ class UpdateLog:
                 self._behind[key] = max(self._behind.get(key, NOTHING), (seq, head))
                 continue
             self._frontier[key] = (seq, head)
+            self.floor_changes += 1
             if self._behind.get(key, (_UNLIMITED, b""))[0] <= seq:
                 del self._behind[key]
             compacted += self._compact(key, seq)
@@ -361,6 +374,7 @@ class UpdateLog:
 
     def _compact(self, key: Key, seq: int) -> list[Dot]:
         gone = self._chains.compact(key, seq)
+        self.floor_changes += bool(gone)
         self.log_bytes -= sum(record.size for record in gone)
         return dots_of(gone)
 

@@ -76,6 +76,11 @@ class Stability:
         return self._view
 
     @property
+    def alone(self) -> bool:
+        """Whether no other view of this epoch was met yet."""
+        return self._alone
+
+    @property
     def waiting_for(self) -> frozenset[str]:
         """Members not known to hold the present minimum."""
         return self._members - self._view.holders

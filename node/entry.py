@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 
+from ..aggregation.snapshots import Snapshot
 from ..protocol.ballot_wire import decode_commit
 from ..protocol.commit import electorate_after
 from ..protocol.discovery import Attempts, PeerCache, candidates
@@ -20,14 +22,16 @@ from ..protocol.errors import ExitCode, PeerFault, ShoalError
 from ..protocol.handshake import Refused
 from ..protocol.transport import DialError, StreamClosed
 from ..protocol.version import VersionVector, genesis_lineage
-from ..protocol.wire_pb2 import Refusal
+from ..protocol.wire_pb2 import Commit, Refusal
 from .host import Host
 from .run import Run
 from .store.datadir import DataDir
+from .store.disk import Disk
+from .store.gossip_file import BYTES_EACH, file_hash, read_snapshot_file
 from .swarm.manifest import RunInfo, fetch_manifest, open_genesis
 from .swarm.mesh import Mesh
 from .swarm.state import SharedState, genesis_hash
-from .swarm.state_sync import StateClient
+from .swarm.state_sync import RING_BYTES, Offer, State, StateClient, read_ring_state
 
 RETRY_SECONDS = 0.5
 MANIFEST_TRIES = 5
@@ -38,6 +42,14 @@ SOURCE_SECONDS = 3.0
 REDIAL_SECONDS = 15.0
 
 Phase = Callable[[str], None]
+
+
+def read_snapshot(path: Path, offer: Offer, d: int, disk: Disk) -> tuple[np.ndarray, Snapshot]:
+    """A downloaded state of gossip mode. Raises ValueError when it is not what was offered."""
+    theta0, snapshot = read_snapshot_file(path, d, disk)
+    if file_hash(theta0, snapshot) != offer.state_hash:
+        raise ValueError("the file holds another state than was offered")
+    return theta0, snapshot
 
 
 class Entry:
@@ -209,8 +221,41 @@ class Entry:
                 return found[0]
             await self._host.clock.sleep(RETRY_SECONDS)
 
-    async def download(self, d: int, peers: list[str], reason: str) -> tuple[SharedState, bytes] | None:
-        """Download and check a state of d parameters. The state and its commit record, or None: nobody could give it."""
+    async def first_snapshot(self, d: int) -> tuple[np.ndarray, Snapshot]:
+        """Gossip mode: what a newcomer begins with, theta0 (fp32 [d]) and the state at the frontier."""
+        while True:
+            self._phase("downloading")
+            await self.somebody()
+            await self._more()
+            found = await self.download_snapshot(d, self._mesh.connected(), None, "joining")
+            if found is not None:
+                return found
+            await self._host.clock.sleep(RETRY_SECONDS)
+
+    async def download_snapshot(
+        self, d: int, peers: list[str], wanted: bytes | None, reason: str
+    ) -> tuple[np.ndarray, Snapshot] | None:
+        """Download and check theta0 and a state at the floor, the named one if a hash is given. None: nobody could give it."""
+        found = await self._transfer(d, peers, wanted, read_snapshot, BYTES_EACH)
+        if found is None:
+            return None
+        (theta0, snapshot), _, why = found
+        assert self._run.genesis is not None
+        genesis = open_genesis(self._run.genesis, self._run.id)
+        if self.genesis_state(theta0, genesis.founder).lineage != genesis.lineage:
+            self._say("a state over other first parameters than the genesis names", level="warning", believed=why)
+            return None
+        self._say("state downloaded", included=len(snapshot.floor.entries), believed=why, reason=reason)
+        return theta0, snapshot
+
+    async def _transfer(
+        self,
+        d: int,
+        peers: list[str],
+        lineage: bytes | None,
+        read: Callable[[Path, Offer, int, Disk], State],
+        bytes_each: int,
+    ) -> tuple[State, Commit | None, str] | None:
         with self._host.progress("downloading the state") as show:
             client = StateClient(
                 clock=self._host.clock,
@@ -220,14 +265,20 @@ class Entry:
                 d=d,
                 run_id=self._run.id,
                 trouble=self._trouble,
+                read=read,
+                bytes_each=bytes_each,
                 progress=lambda done, total: show(done, total),
                 hold=self._hold,
             )
             try:
-                found = await client.download(peers, None)
+                return await client.download(peers, lineage)
             except OSError as error:
                 self._warn(f"the state cannot be downloaded: {error.strerror or error}")
                 return None
+
+    async def download(self, d: int, peers: list[str], reason: str) -> tuple[SharedState, bytes] | None:
+        """Download and check a state of d parameters. The state and its commit record, or None: nobody could give it."""
+        found = await self._transfer(d, peers, None, read_ring_state, RING_BYTES)
         if found is None:
             return None
         state, wire, why = found

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..aggregation.contributions import GossipRules
+from ..aggregation.forks import Fork
 from ..aggregation.gossip import UpdateLog
 from ..protocol.errors import ExitCode, ShoalError
+from ..protocol.membership import State
+from ..protocol.version import Dot
+from ..protocol.wire_pb2 import BanNotice, Envelope, Signed
 from .config import Config
 from .learner import LocalResult
+from .store.gossip_file import pack, snapshot_parts, unpack
 from .swarm.gossip import Gossip, GossipSettings
+from .swarm.gossip_exchange import GossipExchange
 from .swarm.local_work import LocalWork
+from .swarm.replica import Replica, ReplicaSettings
 from .swarm.state import SharedState
+from .swarm.state_server import Servable
 
 if TYPE_CHECKING:
     from .node import Node
@@ -23,20 +31,25 @@ if TYPE_CHECKING:
 PREFIX = "log/"
 # An update counts at most this multiple of the usual one, however long its peer trained.
 SHARE_MAX = 2.0
+# run.sync.heal_max = 0 stands for this many usual updates.
+HEAL_UPDATES = 64
 
 
 def rules_of(config: Config) -> GossipRules:
     """What the manifest says about gossiped updates. Raises ShoalError for what gossip mode cannot do."""
     sync = config.run.sync
-    for name, value, needed in (("outer", sync.outer, "sgd"), ("exchange", sync.exchange, "auto")):
-        if value not in (needed, "sparse"):
-            raise ShoalError(
-                f"Gossip mode cannot run with this {name}",
-                values=f"run.sync.{name} = {value!r}, expected {needed!r}",
-                todo=f"Set run.sync.{name} = {needed!r}, or run.sync.mode = 'ring'.",
-                code=ExitCode.CONFIG,
-            )
-    return GossipRules(compression=config.run.parsed_compression(), step_max=sync.step_max)
+    if sync.exchange == "dense":
+        raise ShoalError(
+            "Gossip mode cannot run with this exchange",
+            values="run.sync.exchange = 'dense', expected 'auto' or 'sparse'",
+            todo="Set run.sync.exchange = 'auto', or run.sync.mode = 'ring'.",
+            code=ExitCode.CONFIG,
+        )
+    return GossipRules(
+        compression=config.run.parsed_compression(),
+        step_max=sync.step_max,
+        log_bytes_max=config.node.updates_bytes_max,
+    )
 
 
 def new_log(node: Node, theta0: np.ndarray) -> UpdateLog:
@@ -46,13 +59,13 @@ def new_log(node: Node, theta0: np.ndarray) -> UpdateLog:
 
 def log_parts(log: UpdateLog, theta0: np.ndarray) -> dict[str, np.ndarray | bytes]:
     """For a checkpoint, beside the book's arrays."""
-    return {"theta0": theta0, **{PREFIX + name: part for name, part in log.snapshot().to_parts().items()}}
+    return {"theta0": theta0, **{PREFIX + name: part for name, part in pack(log.snapshot().to_parts()).items()}}
 
 
 def restored_log(node: Node, parts: Mapping[str, np.ndarray | bytes]) -> tuple[UpdateLog, np.ndarray]:
     """The log of a checkpoint, and theta0. Raises PeerFault when it is damaged."""
     theta0 = np.array(parts["theta0"], np.float32)
-    own = {name[len(PREFIX) :]: part for name, part in parts.items() if name.startswith(PREFIX)}
+    own = unpack({name[len(PREFIX) :]: part for name, part in parts.items() if name.startswith(PREFIX)})
     return UpdateLog.from_snapshot(theta0, rules_of(node.config), own), theta0
 
 
@@ -73,8 +86,15 @@ def scale_of(*, weight: int, usual: int, peers: int, outer_lr: float, stale: int
     return outer_lr * share / peers * damping
 
 
-def make_gossip(node: Node, log: UpdateLog) -> Gossip:
-    """Gossip mode from its parts; registers the stream that others open to us."""
+def served(replica: Replica) -> Servable:
+    """The state at the floor, for newcomers and for those who have fallen behind."""
+    snapshot, hash_ = replica.floor
+    included = sum(seq for seq, _ in snapshot.floor.entries.values())
+    return Servable(included, hash_, hash_, lambda: snapshot_parts(replica.theta0, snapshot))
+
+
+def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
+    """Gossip mode from its parts; registers the streams that others open to us."""
     sync, members, mesh, clock = node.config.run.sync, node.members, node.mesh, node.clock
     assert members is not None
 
@@ -86,6 +106,18 @@ def make_gossip(node: Node, log: UpdateLog) -> Gossip:
             outer_lr=sync.outer_lr,
             stale=gossip.state.round - state.round,
         )
+
+    def remembered() -> frozenset[str]:
+        now = clock.now()
+        return frozenset(
+            peer
+            for peer, view in members.members().items()
+            if view.state is not State.LEFT
+            and not (view.state is State.DEAD and now - view.since > sync.forget_after_seconds)
+        )
+
+    def send_proof(peer: str, fork: Fork) -> None:
+        mesh.post(peer, Envelope(ban=proof_notice(fork.dot, fork.first.signed, fork.second.signed)))
 
     work = LocalWork(
         learner=node.learner,
@@ -99,10 +131,40 @@ def make_gossip(node: Node, log: UpdateLog) -> Gossip:
         shards=node.shards,
         check_life=node.check_life,
         scale=scale,
+        momentum=sync.outer_momentum if sync.outer == "nesterov" else 0.0,
         step_cost_s=node.host.step_cost_s,
     )
+    replica = Replica(
+        me=node.identity.peer_id,
+        theta0=theta0,
+        log=log,
+        book=node.book,
+        settings=ReplicaSettings(
+            heal_max=sync.heal_max or HEAL_UPDATES * sync.target_samples,
+            heal_rule=sync.heal,
+            compact_updates=sync.compact_updates,
+        ),
+        durable=log.vector,
+        members=remembered,
+        life_over=node.life_over,
+        say=node.say,
+    )
+    exchange = GossipExchange(
+        run_id=node.run_.id,
+        clock=clock,
+        replica=replica,
+        payload_bytes_max=work.payload_bytes_max,
+        open_stream=mesh.open,
+        equivocation=node.equivocation,
+        send_proof=send_proof,
+        download=node.download_snapshot,
+        grew=lambda keys, peer: gossip.grew(keys, peer),
+        again=lambda peer: gossip.due(peer),
+        trouble=node.trouble,
+        say=node.say,
+    )
     gossip = Gossip(
-        identity=node.identity,
+        me=node.identity.peer_id,
         run_id=node.run_.id,
         clock=clock,
         rng=node.rng,
@@ -112,21 +174,32 @@ def make_gossip(node: Node, log: UpdateLog) -> Gossip:
             rounds_max=sync.rounds_max,
             interval_s=sync.gossip_seconds,
             fanout=sync.gossip_fanout,
-            outer_lr=sync.outer_lr,
         ),
-        log=log,
+        replica=replica,
+        exchange=exchange,
         work=work,
         journal=node.journal,
-        open_stream=mesh.open,
         post=mesh.post,
         alive=members.alive,
-        equivocation=node.equivocation,
         banned=lambda peer: node.run_.bans.reason(peer) is not None,
         trouble=node.trouble,
+        life_over=node.life_over,
         save=node.save_gossip,
+        record=node.record_gossip,
         say=node.say,
         hold=node.hold,
         started=node.started,
     )
-    mesh.serve("Gossip", gossip.serve)
+    mesh.serve("Gossip", exchange.serve)
+    mesh.serve("Fetch", exchange.serve_fetch)
     return gossip
+
+
+def proof_notice(dot: Dot, first: bytes, second: bytes) -> BanNotice:
+    """The ban of an equivocating peer, with its proof: two signed headers under one dot."""
+    return BanNotice(
+        peer=dot.peer,
+        reason=f"equivocation: two updates named {dot}",
+        first=Signed.FromString(first),
+        second=Signed.FromString(second),
+    )

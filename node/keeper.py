@@ -17,6 +17,7 @@ from ..aggregation.book import UNIT, Book
 from ..aggregation.compress import Sparse
 from ..protocol.ballot_wire import encode_commit
 from ..protocol.commit import CheckedCommit
+from ..protocol.version import Dot
 from .learner import Learner
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
@@ -70,12 +71,17 @@ class Keeper:
         extra: Callable[[], dict[str, Any]],
         say: Callable[..., None],
         more: Callable[[], dict[str, np.ndarray | bytes]] = lambda: {},
+        final: Callable[[Dot], bool] | None = None,
     ) -> None:
-        """`more`: arrays that a checkpoint holds beside the book's."""
+        """
+        Args:
+            more: arrays that a checkpoint holds beside the book's.
+            final: whether an own update counts, or does not, for good; None: after ROUNDS_KEPT more.
+        """
         self._data, self._checkpoints, self._commits = data, checkpoints, commits
         self._journal, self._store, self._book, self._learner = journal, store, book, learner
         self._evaluate_every, self._rounds_max = evaluate_every, rounds_max
-        self._extra, self._say, self._more = extra, say, more
+        self._extra, self._say, self._more, self._final = extra, say, more, final
         self.evaluation: dict[str, float] = {}
         self.last_commit = b""
         self.trouble = ""
@@ -130,7 +136,8 @@ class Keeper:
         Not those that the journal still holds: a restart would take them for unknown and book them twice.
         """
         dots, journaled = self._book.dots(), {u.dot for u in self._journal.updates}
-        self._book.settle(dot for dot in dots[: max(0, len(dots) - ROUNDS_KEPT)] if dot not in journaled)
+        final = self._final or set(dots[: max(0, len(dots) - ROUNDS_KEPT)]).__contains__
+        self._book.settle(dot for dot in dots if final(dot) and dot not in journaled)
 
     def evaluate(self, state: SharedState) -> None:
         """Held-out metrics of the shared state."""

@@ -19,6 +19,8 @@ import numpy as np
 from ..aggregation.book import Book
 from ..aggregation.compress import Sparse
 from ..aggregation.compress import decode as decode_update
+from ..aggregation.gossip import UpdateLog
+from ..aggregation.snapshots import Snapshot
 from ..protocol.ballot_messages import Commit, Encoding, Header, parse_header
 from ..protocol.ballot_wire import decode_header, encode_commit
 from ..protocol.deadlines import Deadlines
@@ -28,11 +30,12 @@ from ..protocol.handshake import Self
 from ..protocol.invite import Invite
 from ..protocol.membership import State
 from ..protocol.transport import DialError, StreamClosed
+from ..protocol.version import Dot
 from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Welcome
-from . import learners
+from . import judging, learners
 from .config import Config
-from .entry import Entry
-from .gossip_mode import log_parts, make_gossip, new_log, restored_log
+from .entry import SOURCES_MAX, Entry
+from .gossip_mode import log_parts, make_gossip, new_log, proof_notice, restored_log, rules_of, served
 from .host import Host, Show
 from .keeper import Keeper, rebook
 from .ring_mode import decode_records, load_log, make_members, make_rounds
@@ -47,10 +50,11 @@ from .swarm.manifest import make_genesis, serve_manifest
 from .swarm.members import Members
 from .swarm.mesh import Mesh
 from .swarm.records import fetch_records
+from .swarm.replica import shared_state
 from .swarm.rounds import Rounds
 from .swarm.shards import SHARDS, assign
 from .swarm.state import Applied, SharedState, genesis_hash
-from .swarm.state_sync import StateServer
+from .swarm.state_server import Servable, StateServer, servable
 from .swarm.updates import UpdateStore
 
 # How often the node looks after its peer cache, its secrets and its being alone.
@@ -105,7 +109,9 @@ class Node:
         self.warnings: list[str] = []
         self.warmup: dict[str, float] = {}
         self.rounds: Rounds | Gossip | None = None
-        self.theta0: np.ndarray | None = None  # gossip mode: what all sums start from
+        self.theta0: np.ndarray | None = None  # gossip mode: what all sums start from, and the log until it runs
+        self._first_log: UpdateLog | None = None
+        self._log_parts: dict[str, np.ndarray | bytes] = {}
         self.members: Members | None = None
         self.closers: list[Callable[[], Any]] = []
         self._owned: list[asyncio.Task[Any]] = []
@@ -294,6 +300,7 @@ class Node:
         self.run_.base_hash = await self.clock.run(lambda: learners.base_hash_of(self.learner))
         self.run_.layout_hash = self.learner.layout.hash()
         self._make_parts()
+        judging.connect(self)
         checkpoint = await self.clock.run(lambda: self.checkpoints.newest(self.warn))
         if checkpoint is not None:
             self._check_size(checkpoint)
@@ -308,12 +315,21 @@ class Node:
             return None
         if self.run_.genesis is None:
             await self.entry.wait_genesis()
-        self.state = await self.entry.first_state(self.learner.layout.size)
-        if self.state.round > 0:
-            await self.keep_records(await self.records(self.mesh.connected(), self.state))
+        await self._join()
         self._save_cache()
         self.run_.save()
         return None
+
+    async def _join(self) -> None:
+        """A newcomer's first state."""
+        if self.gossips:
+            self.theta0, snapshot = await self.entry.first_snapshot(self.learner.layout.size)
+            self._first_log = UpdateLog.from_snapshot(self.theta0, rules_of(self.config), snapshot)
+            self.state = shared_state(self._first_log)
+            return
+        self.state = await self.entry.first_state(self.learner.layout.size)
+        if self.state.round > 0:
+            await self.keep_records(await self.records(self.mesh.connected(), self.state))
 
     def _check_size(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state.theta.size != self.learner.layout.size:
@@ -378,7 +394,8 @@ class Node:
             rounds_max=self.config.run.sync.rounds_max,
             extra=lambda: {"deadlines": self.deadlines.snapshot(), "traffic": self.traffic(), "warmup": self.warmup},
             say=self.say,
-            more=lambda: log_parts(self.update_log, self.theta0) if self.theta0 is not None else {},
+            more=lambda: self._log_parts,
+            final=self._is_final if self.gossips else None,
         )
 
     # ------------------------------------------------------------------------------------------------ running
@@ -416,7 +433,8 @@ class Node:
     def _make_rounds(self) -> None:
         self.members = make_members(self)
         if self.gossips:
-            self.rounds = make_gossip(self, self.update_log)
+            assert self._first_log is not None and self.theta0 is not None
+            self.rounds = make_gossip(self, self._first_log, self.theta0)
         else:
             self.rounds = make_rounds(self, load_log(self.commit_file.records, self.state, self.run_))
         self.mesh.serve("State", StateServer(self.clock, self._served_state).serve)
@@ -438,8 +456,10 @@ class Node:
     def _first_save(self) -> None:
         self.learner.load(self.state.theta)
         if self.gossips:
-            self.theta0 = self.state.theta
-            self.update_log = new_log(self, self.theta0)
+            if self._first_log is None or self.theta0 is None:
+                self.theta0 = self.state.theta
+                self._first_log = new_log(self, self.theta0)
+            self._log_parts = log_parts(self._first_log, self.theta0)
         self.keeper.checkpoint(self.state)
         if self.state.round == 0:
             self.keeper.record(self.state, None, None, None, self.traffic())
@@ -455,7 +475,7 @@ class Node:
         if checkpoint.learner:
             self.learner.restore(dict(checkpoint.learner))
         if self.gossips:
-            self.update_log, self.theta0 = restored_log(self, checkpoint.book)
+            self._first_log, self.theta0 = restored_log(self, checkpoint.book)
         self._make_keeper()
         self.keeper.last_commit = checkpoint.commit
         for update in rebook(self.book, self.journal.updates, self._decoded):
@@ -503,25 +523,41 @@ class Node:
         return not self.keeper.trouble
 
     async def save_gossip(self, work: Work | None) -> bool:
-        """Make gossip mode's log, book and learner durable, and record what was trained. Whether it succeeded."""
-        assert self.rounds is not None
+        """Make gossip mode's log, book and learner durable as they are now. Whether it succeeded."""
+        assert isinstance(self.rounds, Gossip) and self.theta0 is not None
         state, traffic = self.rounds.state, self.traffic()
-        await self.clock.run(lambda: self._save_gossip(state, work, traffic))
-        if work is not None and work.seconds > 0 and self.members is not None:
-            self.members.set_speed(work.result.weight / work.seconds)
+        self._log_parts = log_parts(
+            self.rounds.log, self.theta0
+        )  # here, because the worker runs beside what adds to the log
+        await self.clock.run(lambda: self.keeper.save(state, None, None, work, traffic))
         return not self.keeper.trouble
 
-    def _save_gossip(self, state: SharedState, work: Work | None, traffic: dict[str, int]) -> None:
-        self.keeper.save(state, None, None, work, traffic)
-        self.keeper.record(state, None, None, work, traffic)
+    async def record_gossip(self, work: Work | None) -> None:
+        """One line of history: what was trained, and the state after it."""
+        assert self.rounds is not None
+        state, traffic = self.rounds.state, self.traffic()
+        await self.clock.run(lambda: self.keeper.record(state, None, None, work, traffic))
+        if work is not None and work.seconds > 0 and self.members is not None:
+            self.members.set_speed(work.result.weight / work.seconds)
 
-    def _served_state(self) -> tuple[SharedState, Any]:
-        if self.theta0 is not None:  # gossip mode: where all begin; the updates come by themselves
-            assert self.run_.genesis is not None
-            return self.entry.genesis_state(self.theta0, self.run_.origin()[1]), None
+    def _is_final(self, dot: Dot) -> bool:
+        """Gossip mode: whether this update counts, or does not, for good."""
+        log = self.rounds.log if isinstance(self.rounds, Gossip) else self._first_log
+        key = (dot.peer, dot.incarnation)
+        return log is not None and (log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq)
+
+    async def download_snapshot(self, peer: str, wanted: bytes) -> Snapshot | None:
+        """Gossip mode: the state at a peer's floor, for a node that has fallen behind. None when nobody could give it."""
+        peers = [peer, *(other for other in self.mesh.connected() if other != peer)][:SOURCES_MAX]
+        found = await self.entry.download_snapshot(self.learner.layout.size, peers, wanted, "fallen behind")
+        return found[1] if found is not None else None
+
+    def _served_state(self) -> Servable:
+        if isinstance(self.rounds, Gossip):
+            return served(self.rounds.replica)
         assert isinstance(self.rounds, Rounds)
         record = self.rounds.log.get(self.rounds.state.lineage)
-        return self.rounds.state, record.checked if record else None
+        return servable(self.rounds.state, record.checked if record else None)
 
     def shards(self) -> tuple[int, ...]:
         """Data shards that are this peer's now, by everybody's speed."""
@@ -543,6 +579,10 @@ class Node:
                  before=before, now=now)  # fmt: skip
         if self.members is not None:
             self.members.new_life(now)
+
+    def life_over(self) -> None:
+        """Own updates were taken back for good: what is published next begins a new incarnation."""
+        self._lives_known = max(self._lives_known, (self.journal.incarnation, self.journal.last_seq + 1))
 
     def _on_welcome(self, peer: str, welcome: Welcome) -> None:
         self.cache.met(peer, self.mesh.addresses(peer))
@@ -567,7 +607,8 @@ class Node:
         """Highest (incarnation, seq) of a peer in our state or membership, told to it when it connects."""
         known = self.members.known_dot(peer) if self.members else (0, 0)
         if self.rounds is not None:
-            seqs = [(i, s) for (p, i), (s, _) in self.rounds.state.vector.entries.items() if p == peer]
+            vector = self.rounds.log.vector if isinstance(self.rounds, Gossip) else self.rounds.state.vector
+            seqs = [(i, s) for (p, i), (s, _) in vector.entries.items() if p == peer]
             known = max([known, *seqs])
         return known
 
@@ -585,13 +626,7 @@ class Node:
 
     def equivocation(self, first: Header, second: Header) -> None:
         """Two headers under one dot: proof of a faulty peer. Bans it here and spreads the proof."""
-        notice = BanNotice(
-            peer=first.dot.peer,
-            reason=f"equivocation: two updates named {first.dot}",
-            first=Signed.FromString(first.signed),
-            second=Signed.FromString(second.signed),
-        )
-        self._ban(notice)
+        self._ban(proof_notice(first.dot, first.signed, second.signed))
 
     def _on_ban(self, notice: BanNotice) -> None:
         """A proof of equivocation convinces by itself; a ban without one is somebody's opinion and is not adopted."""
@@ -697,7 +732,7 @@ class Node:
         """Frame bytes sent, by purpose; goes on counting over restarts from the last checkpoint."""
         sent = self.mesh.traffic.sent
         now = {
-            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"] + sent["Gossip"],
+            "round": sent["Push"] + sent["Pull"] + sent["Dense"] + sent["Chunks"] + sent["Gossip"] + sent["Fetch"],
             "control": sent["Control"],
             "state": sent["State"] + sent["Manifest"],
         }

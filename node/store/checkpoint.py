@@ -124,7 +124,7 @@ def state_file(state: SharedState) -> bytes:
 
 def read_state_file(path: Path, d: int, disk: Disk = REAL_DISK) -> SharedState:
     """Inverse of `state_file`, from a file that a peer gave: hostile. Raises ValueError with what is wrong."""
-    arrays, metadata = _read(path, disk)
+    arrays, metadata = read_arrays(path, disk)
     if metadata.get("format") != FORMAT or not {"theta"} <= arrays.keys() <= {"theta", "outer"}:
         raise ValueError("not a shoal state file")
     for name, array in arrays.items():
@@ -139,7 +139,7 @@ def read_state_file(path: Path, d: int, disk: Disk = REAL_DISK) -> SharedState:
         raise ValueError(f"damaged metadata: {error!r}") from None
 
 
-def _read(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read_arrays(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Arrays and metadata. Read by safetensors' own reader: by mapping the file where there is one."""
     try:
         if disk is not REAL_DISK:
@@ -231,7 +231,7 @@ class Checkpoints:
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify one. Raises ValueError."""
-        arrays, metadata = _read(path, self._disk)
+        arrays, metadata = read_arrays(path, self._disk)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path.name} has format {metadata.get('format')}, expected {FORMAT}")
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,12 +63,14 @@ class LocalWork:
         dense: Callable[[int], bool] = lambda electorate: False,
         check_life: Callable[[], None] = lambda: None,
         scale: Callable[[SharedState, LocalResult], float] = lambda state, result: 0.0,
+        momentum: float = 0.0,
         step_cost_s: float = 0.0,
     ) -> None:
         """
         Args:
             dense: whether an electorate of this size exchanges densely.
             scale: of the update, signed with it, in gossip mode; 0 in ring mode.
+            momentum: of the outer optimizer where it lives at the origin (gossip mode): Nesterov's.
             check_life: starts a new incarnation where one is due, or raises JournalFull.
             step_cost_s: virtual seconds of one inner step.
         """
@@ -83,7 +85,8 @@ class LocalWork:
         self._dense = dense
         self._shards = shards
         self._check_life, self._scale = check_life, scale
-        self._step_cost_s = step_cost_s
+        self._momentum, self._step_cost_s = momentum, step_cost_s
+        self.velocity: np.ndarray | None = None  # fp32 [d], with momentum
         self.encode, self.decode = encode, decode  # by name, so that a simulated liar can have its own
         self._stop = asyncio.Event()
         self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
@@ -126,6 +129,11 @@ class LocalWork:
 
     def _finish(self) -> LocalResult:
         result = self._learner.finish()
+        if self._momentum and np.isfinite(result.delta).all():
+            before = np.zeros_like(result.delta) if self.velocity is None else self.velocity
+            self.velocity = np.float32(self._momentum) * before + result.delta
+            # What is booked as learned is the step of the outer optimizer, so that the residual is what of it is still owed.
+            result = replace(result, delta=result.delta + np.float32(self._momentum) * self.velocity)
         self.book.learn(result.delta)
         return result
 

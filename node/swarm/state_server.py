@@ -9,7 +9,7 @@ Covers the serving side of "State" streams. The downloading side is state_sync.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...protocol import limits
@@ -42,12 +42,35 @@ def chunk_bytes(size: int) -> int:
     return chunk
 
 
-class Snapshot:
-    """The state file of one state, readable by chunk."""
+@dataclass(frozen=True)
+class Servable:
+    """What can be downloaded from this node now.
 
-    def __init__(self, state: SharedState, commit: CheckedCommit | None) -> None:
+    Attributes:
+        round: of the state.
+        lineage, hash: 32 bytes each; `hash` names the very bytes, `lineage` is what a downloader may ask for.
+        parts: makes the file, in pieces that share the state's memory; equal on all peers that have this state. Blocks.
+        commit: the record that ends the lineage, where there is one.
+    """
+
+    round: int
+    lineage: bytes
+    hash: bytes
+    parts: Callable[[], Sequence[bytes | memoryview]]
+    commit: CheckedCommit | None = None
+
+
+def servable(state: SharedState, commit: CheckedCommit | None) -> Servable:
+    """A state of ring mode."""
+    return Servable(state.round, state.lineage, state.hash, lambda: state_parts(state), commit)
+
+
+class Snapshot:
+    """One file, readable by chunk."""
+
+    def __init__(self, state: Servable) -> None:
         """Hashes all of it: blocks."""
-        self._parts = [memoryview(part) for part in state_parts(state)]
+        self._parts = [memoryview(part) for part in state.parts()]
         self.size = sum(len(part) for part in self._parts)
         self.chunk_size = chunk_bytes(self.size)
         self.offer = StateOffer(
@@ -58,8 +81,8 @@ class Snapshot:
             chunk_size=self.chunk_size,
             chunk_hashes=[sha256(*self.pieces(i, self.chunk_size)) for i in range(-(-self.size // self.chunk_size))],
         )
-        if commit is not None:
-            self.offer.commit.CopyFrom(encode_commit(commit.commit))
+        if state.commit is not None:
+            self.offer.commit.CopyFrom(encode_commit(state.commit.commit))
 
     def chunk_length(self, index: int) -> int:
         return min(self.chunk_size, self.size - index * self.chunk_size)
@@ -86,15 +109,15 @@ class _Kept:
 class StateServer:
     """Handler of "State" streams."""
 
-    def __init__(self, clock: Clock, state: Callable[[], tuple[SharedState, CheckedCommit | None]]) -> None:
-        """`state`: the present state and the commit that made it (None at round 0 or right after a download)."""
+    def __init__(self, clock: Clock, state: Callable[[], Servable]) -> None:
+        """`state`: the present one."""
         self._clock, self._state = clock, state
         self._kept: dict[bytes, _Kept] = {}  # by state hash, oldest first
         self._lock = asyncio.Lock()
 
     async def _snapshot(self, lineage: bytes) -> Snapshot:
         """The kept snapshot of `lineage`, or else the present state's."""
-        state, commit = self._state()
+        state = self._state()
         now = self._clock.now()
         for kept in self._kept.values():
             if lineage and kept.snapshot.offer.lineage == lineage:
@@ -102,7 +125,7 @@ class StateServer:
                 return kept.snapshot
         async with self._lock:
             if state.hash not in self._kept:
-                snapshot = await self._clock.run(lambda: Snapshot(state, commit))
+                snapshot = await self._clock.run(lambda: Snapshot(state))
                 self._kept[state.hash] = _Kept(snapshot, now)
                 self._prune(state.hash, now)
             kept = self._kept[state.hash]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ...protocol import limits
 from ...protocol.ballot_wire import decode_commit
@@ -40,15 +41,19 @@ OFFER_GRACE_SECONDS = 1.0
 # How often, and after what pause, offers are asked for while no two peers agree.
 CONFIRM_TRIES = 4
 CONFIRM_SECONDS = 0.5
+# A coordinate of a state in ring mode: theta and at most one buffer, fp32.
+RING_BYTES = 8
 _TROUBLE = (StreamClosed, DialError, asyncio.TimeoutError, PeerFault)
 
 
-def check_offer(frame: bytes, d: int, run_id: bytes | None) -> Offer:
-    """Decode an offer of a state of d coordinates; without a `run_id` its commit record is left out. Raises PeerFault."""
+def check_offer(frame: bytes, d: int, run_id: bytes | None, each: int = RING_BYTES) -> Offer:
+    """Decode an offer of a state of d coordinates, of at most `each` bytes per coordinate and a header.
+
+    Without a `run_id` its commit record is left out. Raises PeerFault.
+    """
     offer = StateOffer()
     parse(offer, frame)
-    # theta and at most one buffer, and a header; anything beyond is not a state of this layout.
-    limit = min(limits.STATE_BYTES_MAX, 8 * d + 16 * 1024 * 1024)
+    limit = min(limits.STATE_BYTES_MAX, each * d + 16 * 1024 * 1024)
     if not 0 < offer.size <= limit or offer.chunk_size != chunk_bytes(offer.size):
         raise PeerFault("bad_message", f"offers {offer.size} bytes by {offer.chunk_size}, limit {limit}")
     if -(-offer.size // offer.chunk_size) != len(offer.chunk_hashes):
@@ -93,7 +98,18 @@ def choose(offers: dict[bytes, dict[str, Offer]], prefer: bytes, asked: int) -> 
     return best, reason
 
 
-class StateClient:
+State = TypeVar("State")
+
+
+def read_ring_state(path: Path, offer: Offer, d: int, disk: Disk) -> SharedState:
+    """A downloaded state of ring mode. Raises ValueError when it is not what was offered."""
+    state = read_state_file(path, d, disk)
+    if (state.hash, state.lineage, state.round) != (offer.state_hash, offer.lineage, offer.round):
+        raise ValueError("the file holds another state than was offered")
+    return state
+
+
+class StateClient(Generic[State]):
     """Downloads one state at a time."""
 
     def __init__(
@@ -105,6 +121,8 @@ class StateClient:
         d: int,
         run_id: bytes,
         trouble: Callable[[str, BaseException], None],
+        read: Callable[[Path, Offer, int, Disk], State],
+        bytes_each: int = RING_BYTES,
         progress: Callable[[int, int], None] = lambda done, total: None,
         hold: Callable[[str, int], Awaitable[None]] | None = None,
         disk: Disk = REAL_DISK,
@@ -113,16 +131,19 @@ class StateClient:
         Args:
             folder: for the partial file; on the data directory's disk.
             trouble: told of every source that failed, with its peer id.
+            read: the downloaded file's state, checked against the offer; raises ValueError.
+            bytes_each: bytes of the largest file per coordinate.
             progress: bytes done and in all.
             hold: test-only: awaited with ("downloading", round) before a received chunk counts.
         """
         self._clock, self._open, self._folder, self._disk = clock, open_stream, folder, disk
         self._d, self._run_id = d, run_id
         self._trouble, self._progress, self._hold = trouble, progress, hold
+        self._read, self._bytes_each = read, bytes_each
 
     async def download(
         self, peers: list[str], lineage: bytes | None = None
-    ) -> tuple[SharedState, WireCommit | None, str] | None:
+    ) -> tuple[State, WireCommit | None, str] | None:
         """The state (and the record of its last commit) and why it is believed; None when no source was good enough.
 
         After None the partial file stays: the next call goes on where this one ended, if the state is still offered.
@@ -145,9 +166,7 @@ class StateClient:
         if len(partial.done) < len(offer.chunk_hashes):
             return None
         try:
-            state = await self._clock.run(lambda: read_state_file(partial.path, self._d, self._disk))
-            if (state.hash, state.lineage, state.round) != (offer.state_hash, offer.lineage, offer.round):
-                raise ValueError("the file holds another state than was offered")
+            state = await self._clock.run(lambda: self._read(partial.path, offer, self._d, self._disk))
         except ValueError as error:
             for peer in sorted(sources):
                 self._trouble(peer, PeerFault("bad_state", str(error)))
@@ -205,7 +224,7 @@ class StateClient:
         stream = await self._open(peer, "State", OPEN_SECONDS)
         try:
             await stream.send(StateRequest(lineage=lineage).SerializeToString())
-            return check_offer(await stream.recv(OFFER_SECONDS), self._d, self._run_id)
+            return check_offer(await stream.recv(OFFER_SECONDS), self._d, self._run_id, self._bytes_each)
         finally:
             stream.cancel("offer read")
 
@@ -259,7 +278,7 @@ class StateClient:
         try:
             request = StateRequest(lineage=offer.lineage, chunks=wanted).SerializeToString()
             await asyncio.wait_for(stream.send(request), OPEN_SECONDS)
-            if check_offer(await stream.recv(OFFER_SECONDS), self._d, None).key != offer.key:
+            if check_offer(await stream.recv(OFFER_SECONDS), self._d, None, self._bytes_each).key != offer.key:
                 raise StreamClosed("the source does not serve this state any more")
             for place, index in enumerate(wanted):
                 if partial.done.issuperset(wanted[place:]):

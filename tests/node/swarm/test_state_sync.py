@@ -18,8 +18,8 @@ from shoal.node.swarm import chunks as chunks_module
 from shoal.node.swarm import state_server as server_module
 from shoal.node.swarm.chunks import ChunkList, Offer, PartialFile
 from shoal.node.swarm.state import SharedState
-from shoal.node.swarm.state_server import CHUNKS_MAX, Snapshot, StateServer, chunk_bytes
-from shoal.node.swarm.state_sync import StateClient, check_offer, choose
+from shoal.node.swarm.state_server import CHUNKS_MAX, Snapshot, StateServer, chunk_bytes, servable
+from shoal.node.swarm.state_sync import StateClient, check_offer, choose, read_ring_state
 from shoal.protocol import limits
 from shoal.protocol.errors import PeerFault
 from shoal.protocol.transport import Stream, StreamClosed
@@ -56,7 +56,7 @@ def state(round_: int = 3, outer: bool = True, seed: int = 0) -> SharedState:
 def honest(*states: SharedState) -> Serve:
     """A server whose state moves on to the next of `states` with every request."""
     left = list(states)
-    return StateServer(InlineClock(), lambda: (left.pop(0) if len(left) > 1 else left[0], None)).serve
+    return StateServer(InlineClock(), lambda: servable(left.pop(0) if len(left) > 1 else left[0], None)).serve
 
 
 class Client:
@@ -68,7 +68,7 @@ class Client:
         self.shown: list[tuple[int, int]] = []
         self._client = StateClient(
             clock=InlineClock(), open_stream=self.net.open, folder=folder, d=D, run_id=RUN,
-            trouble=lambda peer, error: self.trouble.append((peer, error)),
+            trouble=lambda peer, error: self.trouble.append((peer, error)), read=read_ring_state,
             progress=lambda done, total: self.shown.append((done, total)), **more,
         )  # fmt: skip
         self.peers = sorted(handlers)
@@ -175,7 +175,7 @@ def test_a_state_comes_back_to_the_bit_from_several_peers_at_once(tmp_path: Path
 def test_equal_states_are_equal_files_whatever_made_them() -> None:
     one, other = state(), state()
     assert one is not other and state_file(one) == state_file(other)
-    assert Snapshot(one, None).offer == Snapshot(other, None).offer
+    assert Snapshot(servable(one, None)).offer == Snapshot(servable(other, None)).offer
 
 
 def test_the_only_one_reachable_is_believed_and_that_is_said(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_mute_peer_does_not_delay_the_offers_of_two_that_agree(tmp_path: Path)
 def test_all_sources_lie_alike_and_are_all_charged(tmp_path: Path) -> None:
     """Two that agree on a file whose state hash is not what they say."""
     one = state()
-    snapshot = Snapshot(one, None)
+    snapshot = Snapshot(servable(one, None))
     snapshot.offer.state_hash = sha256(b"another")
 
     async def liar(peer: str, stream: Stream) -> None:
@@ -323,7 +323,7 @@ def test_a_server_keeps_few_snapshots_and_drops_idle_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(server_module, "IDLE_SECONDS", 10.0)
     states = [state(r) for r in range(1, 8)]
     present = [states[0]]
-    server = StateServer(InlineClock(), lambda: (present[0], None))
+    server = StateServer(InlineClock(), lambda: servable(present[0], None))
 
     async def offered(lineage: bytes = b"") -> bytes:
         return (await server._snapshot(lineage)).offer.lineage
@@ -388,7 +388,7 @@ def test_a_download_goes_on_where_a_killed_one_ended(tmp_path: Path) -> None:
 
 def test_a_damaged_partial_file_is_verified_not_trusted(tmp_path: Path) -> None:
     one = state(3)
-    snapshot = Snapshot(one, None)
+    snapshot = Snapshot(servable(one, None))
     offer = check_offer(snapshot.offer.SerializeToString(), D, RUN)
     partial = PartialFile(tmp_path, offer)
     partial.open()
@@ -413,7 +413,7 @@ def test_a_damaged_partial_file_is_verified_not_trusted(tmp_path: Path) -> None:
 
 
 def test_a_download_that_nobody_offers_any_more_is_dropped_for_the_present_one(tmp_path: Path) -> None:
-    offer = check_offer(Snapshot(state(1), None).offer.SerializeToString(), D, RUN)
+    offer = check_offer(Snapshot(servable(state(1), None)).offer.SerializeToString(), D, RUN)
     stale = PartialFile(tmp_path, offer)
     stale.open()
     stale.close()
@@ -438,7 +438,7 @@ def test_a_full_disk_ends_the_download_with_its_error(tmp_path: Path, monkeypatc
 
 def _good_offer() -> StateOffer:
     offer = StateOffer()
-    offer.CopyFrom(Snapshot(state(), None).offer)
+    offer.CopyFrom(Snapshot(servable(state(), None)).offer)
     return offer
 
 
@@ -528,7 +528,7 @@ def test_any_state_has_few_enough_chunks_for_one_frame(size: int) -> None:
 
 def test_pieces_put_together_are_the_file() -> None:
     one = state()
-    snapshot = Snapshot(one, None)
+    snapshot = Snapshot(servable(one, None))
     count = len(snapshot.offer.chunk_hashes)
     for piece in (1000, CHUNK, 10 * CHUNK):
         chunks = [b"".join(snapshot.pieces(i, piece)) for i in range(count)]

@@ -1,0 +1,361 @@
+"""Keeping update logs alike: push-pull exchanges of what the other lacks, and quick fetches of what news announced.
+
+Theory of operation. An exchange ("Gossip") begins with both sides' hellos: vector, frontier, view, limits. From them and the
+two concurrent weights both find the same decision (Replica.decide): usually to add, then both ask for what they lack and both
+send. What is asked for is claimed for a while, so that one update is not fetched twice at a time. News names the chains that
+have just grown; who lacks them fetches ("Fetch") from whoever told, without any vector crossing the wire, and passes the news
+on. Who has fallen behind a frontier, or lost a healing to a merged state, downloads the state at the floor.
+
+An origin that signs two updates under one dot is found where its chains meet. A proof goes to whoever shows more of a chain
+than the proof leaves.
+
+Does not cover: what follows from an update (replica.py), the streams' transport (mesh.py), when to exchange (gossip.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+from ...aggregation.forks import Fork, Key
+from ...aggregation.gossip import Verdict
+from ...aggregation.heal import Kind
+from ...aggregation.snapshots import Snapshot
+from ...protocol import gossip_wire, limits
+from ...protocol.ballot_messages import Header
+from ...protocol.ballot_wire import decode_header
+from ...protocol.errors import PeerFault
+from ...protocol.gossip_wire import Hello, Range, Tops
+from ...protocol.transport import Clock, DialError, Stream, StreamClosed
+from ...protocol.version import VersionVector
+from ...protocol.wire_pb2 import GossipHello, GossipStart, GossipWant, Signed, UpdateStart
+from .frames import parse, receive_payload, send_payload
+from .replica import Replica
+
+STREAM_SECONDS = 10.0
+# A payload frame, at 1 Mbit/s, and its share of a busy line.
+FRAME_SECONDS = 30.0
+# A chain that is being fetched is not asked for from another peer before this.
+CLAIM_SECONDS = 15.0
+# Bytes of updates that one exchange brings at most in each direction; the rest comes with the next.
+EXCHANGE_BYTES_MAX = 64 * 1024 * 1024
+# Exchanges in a row in which nobody could give the next update of a chain, until a snapshot is taken instead.
+STARVED_MAX = 4
+_TROUBLE = (StreamClosed, DialError, asyncio.TimeoutError, PeerFault)
+
+
+class GossipExchange:
+    """Both ends of "Gossip" and "Fetch" streams."""
+
+    def __init__(
+        self,
+        *,
+        run_id: bytes,
+        clock: Clock,
+        replica: Replica,
+        payload_bytes_max: int,
+        open_stream: Callable[[str, str, float], Awaitable[Stream]],
+        equivocation: Callable[[Header, Header], None],
+        send_proof: Callable[[str, Fork], None],
+        download: Callable[[str, bytes], Awaitable[Snapshot | None]],
+        grew: Callable[[set[Key], str], None],
+        again: Callable[[str], None],
+        trouble: Callable[[str, BaseException], None],
+        say: Callable[..., None],
+    ) -> None:
+        """
+        Args:
+            equivocation: told of two headers under one dot; bans their origin and spreads the proof.
+            send_proof: to one peer that has not heard of it.
+            download: the state at a peer's floor, by the hash of its file; from everybody who has it.
+            grew: told of chains that grew, and by whom.
+            again: another exchange with this peer is due soon.
+        """
+        self._run_id, self._clock, self.replica = run_id, clock, replica
+        self._payload_bytes_max = payload_bytes_max
+        self._open, self._equivocation, self._send_proof = open_stream, equivocation, send_proof
+        self._download, self._grew, self._again = download, grew, again
+        self._trouble, self._say = trouble, say
+        self._claims: dict[Key, float] = {}  # chains that are being fetched, and until when
+        self._suspect: dict[str, set[Key]] = {}  # peer → chains whose heads differ from ours
+        self._starved: dict[Key, int] = {}
+        self._replacing = False
+        self.exchanges = self.fetches = 0
+
+    # ------------------------------------------------------------------------------------------------ streams
+
+    async def exchange(self, peer: str) -> bool:
+        """One exchange that we open. Whether it ended well."""
+        return await self._with_stream(peer, "Gossip", self._exchange)
+
+    async def _exchange(self, peer: str, stream: Stream) -> None:
+        ours = self.replica.hello()
+        await _send_hello(stream, ours)
+        await self._transfer(peer, stream, ours, await _read_hello(stream))
+
+    async def serve(self, peer: str, stream: Stream) -> None:
+        """Handler of one "Gossip" stream."""
+        theirs = await _read_hello(stream)
+        ours = self.replica.hello()
+        await _send_hello(stream, ours)
+        await self._transfer(peer, stream, ours, theirs)
+
+    async def fetch(self, peer: str, tops: Tops) -> bool:
+        """What a peer's news announced and we lack. Whether it ended well."""
+        wanted = self._unclaimed(self.lacking(tops))
+        if not wanted:
+            return True
+
+        async def fetching(peer: str, stream: Stream) -> None:
+            self.fetches += 1
+            with self._claiming(wanted):
+                await stream.send(gossip_wire.encode_want(wanted))
+                got = await self._receive(peer, stream)
+            if got:
+                self._grew(got, peer)
+
+        return await self._with_stream(peer, "Fetch", fetching)
+
+    async def serve_fetch(self, peer: str, stream: Stream) -> None:
+        """Handler of one "Fetch" stream."""
+        want = GossipWant()
+        parse(want, await stream.recv(STREAM_SECONDS))
+        await self._send(stream, gossip_wire.decode_want(want))
+
+    async def _with_stream(self, peer: str, kind: str, use: Callable[[str, Stream], Awaitable[None]]) -> bool:
+        try:
+            stream = await self._open(peer, kind, STREAM_SECONDS)
+        except (StreamClosed, DialError, asyncio.TimeoutError) as error:
+            self._trouble(peer, error)
+            return False
+        try:
+            await use(peer, stream)
+            return True
+        except _TROUBLE as error:
+            self._trouble(peer, error)
+            return False
+        finally:
+            stream.cancel("over")
+
+    # ------------------------------------------------------------------------------------------------ one exchange
+
+    async def _transfer(self, peer: str, stream: Stream, ours: Hello, theirs: Hello) -> None:
+        """Both hellos are known: decide, ask, send what is asked for, take what comes. The same on both sides."""
+        self.exchanges += 1
+        self._tell_proofs(peer, theirs)
+        log = self.replica.log
+        our_weight = log.weight_beyond(VersionVector(theirs.tops))
+        wanted = self._want(peer, theirs)
+        averaging = self.replica.settings.heal_rule == "merge"
+        await stream.send(gossip_wire.encode_want(wanted, our_weight))
+        want = GossipWant()
+        parse(want, await stream.recv(STREAM_SECONDS))
+        decision = self.replica.decide(ours, theirs, our_weight, want.concurrent_weight)
+        if decision.kind is not Kind.ADD:
+            self._say(
+                "two sides meet", level="warning", peer=peer[-6:], decision=decision.kind.value, why=decision.reason
+            )
+        staged: list[tuple[Header, bytes]] | None = [] if decision.kind is Kind.MERGE and averaging else None
+        if decision.kind in (Kind.KEEP, Kind.TAKE):
+            self._decided(decision.kind, ours, theirs)
+        elif decision.kind is Kind.ADD:
+            self.replica.hear(theirs)
+            if theirs.base == self.replica.log.base:
+                self.replica.join_limits(theirs.limits)
+        sender = asyncio.ensure_future(self._send(stream, gossip_wire.decode_want(want)))
+        try:
+            with self._claiming(wanted):
+                got = await self._receive(peer, stream, staged)
+            await sender
+        finally:
+            if not sender.done():
+                sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+        if staged is not None:
+            self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
+        if got:
+            self._grew(got, peer)
+        await self._catch_up(peer, theirs, decision.kind, wanted)
+
+    def _decided(self, kind: Kind, ours: Hello, theirs: Hello) -> None:
+        """One side is heavier. Between sums with different bases nothing is frozen: the lighter one is replaced whole."""
+        if ours.base == theirs.base:
+            winner, loser = (ours, theirs) if kind is Kind.KEEP else (theirs, ours)
+            self.replica.abandon(winner.tops, loser.tops)
+
+    def _average(
+        self,
+        peer: str,
+        ours: Hello,
+        theirs: Hello,
+        our_weight: int,
+        their_weight: int,
+        staged: list[tuple[Header, bytes]],
+    ) -> None:
+        if self.replica.log.base != ours.base:
+            return  # another exchange has been faster
+        try:
+            self.replica.average(ours, theirs, our_weight, their_weight, staged)
+        except ValueError as error:
+            self._say("two sides could not be averaged yet", level="warning", peer=peer[-6:], why=str(error))
+            self._again(peer)
+
+    def _tell_proofs(self, peer: str, theirs: Hello) -> None:
+        """Proofs that this peer cannot know, or it would show less."""
+        proofs = self.replica.log.proofs
+        for (origin, incarnation), (seq, _) in theirs.tops.items() if proofs else ():
+            fork = proofs.get(origin)
+            disputed = fork is not None and (incarnation, seq) >= (fork.dot.incarnation, fork.dot.seq)
+            if fork is not None and disputed and theirs.frontier.get((origin, incarnation), (0,))[0] < seq:
+                self._send_proof(peer, fork)
+
+    async def _catch_up(self, peer: str, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
+        """Take the state at the other's floor where its log cannot help any more."""
+        replica = self.replica
+        for one in wanted:
+            if replica.log.vector.seq(*one.key) >= one.first or one.key in replica.log.frozen:
+                self._starved.pop(one.key, None)
+            elif kind is Kind.ADD:
+                self._starved[one.key] = self._starved.get(one.key, 0) + 1
+        forced = kind is Kind.TAKE and (
+            theirs.base != replica.log.base
+            or any(s > replica.log.vector.seq(*k) for k, (s, _) in theirs.frontier.items())
+        )
+        behind = any(
+            theirs.frontier.get(key, (0,))[0] >= seq > replica.log.vector.seq(*key)
+            for key, (seq, _) in replica.log.behind.items()
+        )
+        starving = any(count >= STARVED_MAX for count in self._starved.values())
+        if not (forced or behind or starving) or self._replacing:
+            return
+        self._replacing = True
+        try:
+            snapshot = await self._download(peer, theirs.floor_hash)
+            if snapshot is not None and self._fits(snapshot, theirs, forced):
+                replica.replace(snapshot)
+                self._starved.clear()
+                self._say("state at the floor taken", included=replica.state.round, forced=forced)
+                self._again(peer)
+        finally:
+            self._replacing = False
+
+    def _fits(self, snapshot: Snapshot, theirs: Hello, forced: bool) -> bool:
+        """Whether it may take the place of our log: it has all that is final here, or we have lost to its side."""
+        if forced:
+            return True
+        ours = self.replica.log.frontier.entries
+        return snapshot.base == self.replica.log.base and all(
+            snapshot.floor.seq(*key) >= seq for key, (seq, _) in ours.items()
+        )
+
+    # ------------------------------------------------------------------------------------------------ asking
+
+    def lacking(self, tops: Tops) -> list[Range]:
+        """What these chains have and ours do not."""
+        ours, frozen = self.replica.log.vector, self.replica.log.frozen
+        found = []
+        for key, (seq, _) in sorted(tops.items()):
+            have = ours.seq(*key)
+            last = min(seq, frozen.get(key, seq))
+            if last > have:
+                found.append(Range(key, have + 1, last))
+        return found
+
+    def _unclaimed(self, lacking: list[Range]) -> list[Range]:
+        """Without chains that another exchange is bringing: a chain comes in order, so from one peer at a time."""
+        now = self._clock.now()
+        for key in [key for key, until in self._claims.items() if until <= now]:
+            del self._claims[key]
+        return [one for one in lacking if one.key not in self._claims]
+
+    @contextlib.contextmanager
+    def _claiming(self, wanted: list[Range]) -> Iterator[None]:
+        until = self._clock.now() + CLAIM_SECONDS
+        mine = [one.key for one in wanted]
+        self._claims.update((key, until) for key in mine)
+        try:
+            yield
+        finally:
+            for key in mine:
+                self._claims.pop(key, None)
+
+    def _want(self, peer: str, theirs: Hello) -> list[Range]:
+        """What to ask of a peer with this hello: what we lack and nobody is giving us; disputed chains from their start."""
+        wanted = self._unclaimed(self.lacking(theirs.tops))
+        log = self.replica.log
+        disputed = {key for key, _ in log.disagreements(VersionVector(theirs.tops))} | self._suspect.pop(peer, set())
+        for key in sorted(disputed & theirs.tops.keys()):
+            wanted.append(Range(key, theirs.frontier.get(key, (0,))[0] + 1, theirs.tops[key][0]))
+        return [one for one in wanted if one.first <= one.last][: limits.MEMBERS_MAX // 2]
+
+    # ------------------------------------------------------------------------------------------------ updates
+
+    async def _send(self, stream: Stream, wanted: list[Range]) -> None:
+        """What the other asked for, as far as it is here and within an exchange's bytes."""
+        budget = EXCHANGE_BYTES_MAX
+        log = self.replica.log
+        for one in wanted:
+            for seq in range(one.first, min(one.last, log.vector.seq(*one.key)) + 1):
+                header = log.header_at(one.key, seq)
+                if header is None or budget < 0:
+                    break
+                payload = log.payload(header.dot)
+                start = UpdateStart(header=Signed.FromString(header.signed), payload_size=len(payload))
+                await stream.send(start.SerializeToString())
+                await send_payload(stream, payload)
+                budget -= len(payload)
+        await stream.done_sending()
+
+    async def _receive(self, peer: str, stream: Stream, staged: list[tuple[Header, bytes]] | None = None) -> set[Key]:
+        """Take updates until the other is done, into the log or, unjudged, into `staged`. Chains that grew."""
+        grew: set[Key] = set()
+        room = 2 * EXCHANGE_BYTES_MAX
+        while True:
+            try:
+                frame = await stream.recv(FRAME_SECONDS)
+            except StreamClosed as end:
+                if end.clean:
+                    return grew
+                raise
+            start = UpdateStart()
+            parse(start, frame)
+            header = decode_header(start.header, self._run_id)
+            room -= header.payload_size
+            if start.payload_size != header.payload_size or header.payload_size > self._payload_bytes_max or room < 0:
+                raise PeerFault("bad_payload", f"{start.payload_size} bytes announced for {header.dot}")
+            payload = await receive_payload(stream, header.payload_size, FRAME_SECONDS, fault="bad_payload")
+            if staged is not None:
+                staged.append((header, payload))
+            elif self._take(peer, header, payload):
+                grew.add((header.dot.peer, header.dot.incarnation))
+
+    def _take(self, peer: str, header: Header, payload: bytes) -> bool:
+        """Put one update into the log, or find what is wrong with it. Whether it is new."""
+        verdict, other = self.replica.log.judge(header)
+        if verdict is Verdict.NEW:
+            added = self.replica.add(header, payload)
+            if added.void:
+                self._say("void update", level="warning", origin=header.dot.peer[-6:], reason=added.reason)
+            return True
+        if verdict is Verdict.FORK and other is not None:
+            self._equivocation(other, header)
+        elif verdict is Verdict.FORK:
+            self._suspect.setdefault(peer, set()).add((header.dot.peer, header.dot.incarnation))
+            self._again(peer)
+        return False
+
+
+async def _send_hello(stream: Stream, hello: Hello) -> None:
+    data = gossip_wire.encode_hello(hello)
+    await stream.send(GossipStart(hello_size=len(data)).SerializeToString())
+    await send_payload(stream, data)
+
+
+async def _read_hello(stream: Stream) -> Hello:
+    start, wire = GossipStart(), GossipHello()
+    parse(start, await stream.recv(STREAM_SECONDS))
+    if start.hello_size > limits.GOSSIP_HELLO_BYTES_MAX:
+        raise PeerFault("bad_vector", f"a hello of {start.hello_size} bytes, limit {limits.GOSSIP_HELLO_BYTES_MAX}")
+    parse(wire, await receive_payload(stream, start.hello_size, STREAM_SECONDS, fault="bad_vector"))
+    return gossip_wire.decode_hello(wire)

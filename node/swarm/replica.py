@@ -1,0 +1,304 @@
+"""One peer's copy of the shared state in gossip mode: the update log, and what must follow when it changes.
+
+Synchronous and without I/O: takes updates, proofs, frontiers, views and decisions about healing, and keeps in step with
+the log: the book (which own updates count), stability (what all have on disk), the frontier. Who is asked for what is
+gossip_exchange.py's, when something is published gossip.py's; the arithmetic is aggregation/gossip.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...aggregation.book import Book
+from ...aggregation.forks import Fork, Key
+from ...aggregation.gossip import Added, Retraction, UpdateLog, Verdict
+from ...aggregation.heal import Decision, Kind, Rule, Side, abandoned, heal, merged
+from ...aggregation.snapshots import Snapshot
+from ...aggregation.stability import Stability, StabilityView
+from ...protocol.ballot_messages import Header
+from ...protocol.gossip_wire import Hello, View
+from ...protocol.version import Dot, VersionVector
+from ..store.gossip_file import file_hash, floor_only
+from .state import SharedState
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """The manifest's part.
+
+    Attributes:
+        heal_max: concurrent weight of the lighter side up to which two sides are simply added.
+        heal_rule: what is done above it.
+        compact_updates: a log of more updates than this per chain is compacted.
+    """
+
+    heal_max: int
+    heal_rule: Rule
+    compact_updates: int
+
+
+class Replica:
+    """Not thread-safe: used in the event loop, and by the worker thread only while a checkpoint is written."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        theta0: np.ndarray,
+        log: UpdateLog,
+        book: Book,
+        settings: ReplicaSettings,
+        durable: VersionVector,
+        members: Callable[[], frozenset[str]],
+        life_over: Callable[[], None],
+        say: Callable[..., None],
+    ) -> None:
+        """
+        Args:
+            theta0: fp32 [d], what all sums start from.
+            durable: the vector of the checkpoint on disk.
+            members: everybody not forgotten, alive or not.
+            life_over: called when own updates were taken back for good: what follows them needs a new incarnation.
+        """
+        self.me, self.theta0, self.log, self.settings = me, theta0, log, settings
+        self._book, self._members, self._life_over, self._say = book, members, life_over, say
+        self._durable = durable
+        self._stability = Stability(me, self._head_at)
+        self._state: tuple[bytes, SharedState] | None = None
+        self._floor: tuple[int, Snapshot, bytes] | None = None
+
+    def _head_at(self, key: Key, seq: int) -> bytes | None:
+        return self.log.head_at(key, seq)
+
+    # ------------------------------------------------------------------------------------------------ readers
+
+    @property
+    def state(self) -> SharedState:
+        """The shared state as the log has it now. Its round is the number of updates included."""
+        now = self.log.digest + self.log.base
+        if self._state is None or self._state[0] != now:
+            self._state = now, shared_state(self.log)
+        return self._state[1]
+
+    @property
+    def state_if_known(self) -> SharedState | None:
+        """`state`, if nothing has changed since it was last computed."""
+        cached = self._state
+        return cached[1] if cached is not None and cached[0] == self.log.digest + self.log.base else None
+
+    @property
+    def floor(self) -> tuple[Snapshot, bytes]:
+        """The state at the floor, for newcomers, and the hash of its file. Computed when the floor has moved."""
+        if self._floor is None or self._floor[0] != self.log.floor_changes:
+            snapshot = floor_only(self.log.snapshot())
+            self._floor = self.log.floor_changes, snapshot, file_hash(self.theta0, snapshot)
+        return self._floor[1], self._floor[2]
+
+    def hello(self) -> Hello:
+        """What this peer shows at the start of an exchange."""
+        log, view = self.log, None
+        if not self._stability.alone or log.kept > self.settings.compact_updates * max(1, len(log.vector.entries)):
+            self._vouch()
+            own = self._stability.view
+            view = View(own.epoch, dict(own.entries), own.holders, dict(own.settled))
+        return Hello(
+            tops=dict(log.vector.entries),
+            frontier=dict(log.frontier.entries),
+            limits=dict(log.limits),
+            base=log.base,
+            total_weight=log.total_weight,
+            state_hash=log.state_hash,
+            floor_hash=self.floor[1],
+            view=view,
+        )
+
+    def ended(self, key: Key) -> bool:
+        """Whether the next update of this chain would not count."""
+        return self.log.frozen.get(key, 2**63) <= self.log.vector.seq(*key)
+
+    # ------------------------------------------------------------------------------------------------ updates
+
+    def add(self, header: Header, payload: bytes) -> Added:
+        """Include a verified update that `log.judge` calls NEW. Raises PeerFault when its payload is not what it names."""
+        added = self.log.add(header, payload)
+        if header.dot.peer == self.me and self._book.knows(header.dot):
+            self._book.adopt(header.dot)
+        if dropped := self.log.drop_over_limit():
+            self._say(
+                "updates dropped from the log that not everybody has: it is full",
+                level="error",
+                updates=len(dropped),
+                todo="give the log more bytes (node.updates_bytes_max), or let members that are gone be forgotten sooner",
+            )
+        return added
+
+    def resume(self, journaled: Iterable[tuple[Header, bytes]]) -> None:
+        """Own updates that were journaled and are not in the log, as after a crash between the two."""
+        for header, payload in journaled:
+            if self.log.judge(header)[0] is Verdict.NEW:
+                self.log.add(header, payload)
+        self._settle_with_log()
+
+    def prove(self, fork: Fork) -> Retraction:
+        """Two headers under one dot, verified: take back what they dispute."""
+        retraction = self.log.retract(fork)
+        self._settle_with_log()
+        return retraction
+
+    def _settle_with_log(self) -> None:
+        """Own updates on record count as adopted exactly where the log includes them."""
+        for dot in self._book.dots():
+            included = self._included(dot)
+            if included and not self._book.adopted(dot):
+                self._book.adopt(dot)
+            elif not included and self._book.adopted(dot):
+                self._book.unadopt(dot)
+
+    def _included(self, dot: Dot) -> bool:
+        return self.log.vector.includes(dot)
+
+    # ------------------------------------------------------------------------------------------------ compaction
+
+    def made_durable(self, vector: VersionVector) -> None:
+        """A checkpoint with this vector is on disk."""
+        self._durable = vector
+        self._vouch()
+
+    def hear(self, hello: Hello) -> None:
+        """What another peer of our side shows: its frontier is final here too, its view meets ours."""
+        if hello.base != self.log.base:
+            return
+        self._advance(VersionVector(hello.frontier))
+        if hello.view is not None:
+            view = hello.view
+            self._vouch()
+            news = self._stability.merge(StabilityView(view.epoch, view.entries, view.holders, view.settled))
+            self._advance(news)
+            self._vouch()
+
+    def _vouch(self) -> None:
+        """Our own word to the present minimum, again while it makes something final."""
+        while news := self._stability.mine(self._durable, self.log.frontier, self._members()):
+            before = self.log.frontier
+            self._advance(news)
+            if self.log.frontier == before:
+                return
+
+    def _advance(self, frontier: VersionVector | None) -> None:
+        if frontier is None:
+            return
+        before = self.log.vector
+        gone = self.log.advance(frontier)
+        if (
+            self.log.vector != before
+        ):  # what was taken back counts again: others had called it final before the proof came
+            self._settle_with_log()
+        if gone:
+            self._say("log compacted", level="debug", updates=len(gone), kept=self.log.kept)
+
+    # ------------------------------------------------------------------------------------------------ healing
+
+    def decide(self, ours: Hello, theirs: Hello, our_weight: int, their_weight: int) -> Decision:
+        """What to do where two peers meet that have shown these hellos. Both find the same.
+
+        Args:
+            our_weight, their_weight: concurrent weight of each, as far as its log is kept.
+        """
+        if ours.base == theirs.base and _beyond(ours.frontier, theirs.tops) and _beyond(theirs.frontier, ours.tops):
+            # Each side calls final what the other has not: neither can have the other's log any more.
+            ours_first = (-ours.total_weight, ours.state_hash) < (-theirs.total_weight, theirs.state_hash)
+            return Decision(Kind.KEEP if ours_first else Kind.TAKE, "both sides have compacted what the other lacks")
+        return heal(
+            Side(ours.total_weight, our_weight, ours.state_hash, ours.base),
+            Side(theirs.total_weight, their_weight, theirs.state_hash, theirs.base),
+            heal_max=self.settings.heal_max,
+            rule=self.settings.heal_rule,
+        )
+
+    def join_limits(self, limits: Mapping[Key, int]) -> None:
+        """Chains that another peer of our side has ended."""
+        fresh = {key: seq for key, seq in limits.items() if seq < self.log.limits.get(key, 2**63)}
+        if fresh:
+            self._freeze(fresh)
+
+    def abandon(self, winner: Mapping[Key, tuple[int, bytes]], loser: Mapping[Key, tuple[int, bytes]]) -> Retraction:
+        """The heavier side has won: the other's chains end where the winner has them."""
+        return self._freeze(abandoned(VersionVector(dict(winner)), VersionVector(dict(loser))))
+
+    def _freeze(self, limits: Mapping[Key, int]) -> Retraction:
+        before = [dot for dot in self._book.dots() if self._book.adopted(dot)]
+        retraction = self.log.freeze(limits)
+        self._owe(before)
+        return retraction
+
+    def _owe(self, adopted_before: list[Dot]) -> None:
+        """Own updates that no longer count flow back, damped by 1/(1 + stale) as after a lost branch in ring mode."""
+        self._settle_with_log()
+        lost = [dot for dot in adopted_before if self._book.knows(dot) and not self._book.adopted(dot)]
+        for dot in lost:
+            self._book.damp(dot, len(lost), 1 + len(lost))
+        if lost:
+            self._say("own updates lost with their side: what they held flows back", level="warning", updates=len(lost))
+            self._life_over()
+
+    def average(self, ours: Hello, theirs: Hello, our_weight: int, their_weight: int, updates: Staged) -> None:
+        """Both sides take the average of the two states that the hellos name.
+
+        Args:
+            updates: (header, payload) of what their vector has and our log has not.
+
+        Raises ValueError: the two states cannot be rebuilt from what is here.
+        """
+        base = floor_only(self.log.snapshot())
+        kept = self.log.snapshot().kept
+        sides = []
+        for tops in (ours.tops, theirs.tops):
+            log = UpdateLog.from_snapshot(self.theta0, self.log.rules, base)
+            for header, payload in [*kept, *updates]:
+                named = header.dot.seq <= tops.get((header.dot.peer, header.dot.incarnation), (0,))[0]
+                if named and log.judge(header)[0] is Verdict.NEW:
+                    log.add(header, payload)
+            if log.vector.entries != tops:
+                raise ValueError("a side's state cannot be rebuilt from the updates at hand")
+            sides.append(log.snapshot(folded=True))
+        one, two = sides
+        self.replace(merged(one, our_weight, two, their_weight))
+
+    def replace(self, snapshot: Snapshot) -> None:
+        """Another sum in place of ours; what our log has above it is put on top again. Own updates lost so flow back."""
+        old = self.log
+        before = [dot for dot in self._book.dots() if self._book.adopted(dot)]
+        self.log = UpdateLog.from_snapshot(self.theta0, old.rules, snapshot)
+        self._floor = None
+        for fork in old.proofs.values():
+            self.log.retract(fork)
+        for header, payload in old.snapshot().kept:
+            if self.log.judge(header)[0] is Verdict.NEW:
+                self.log.add(header, payload)
+        self._stability = Stability(self.me, self._head_at)
+        self._durable = VersionVector({})
+        self._owe(before)
+
+
+def _beyond(frontier: Mapping[Key, tuple[int, bytes]], tops: Mapping[Key, tuple[int, bytes]]) -> bool:
+    return any(seq > tops.get(key, (0,))[0] for key, (seq, _) in frontier.items())
+
+
+Staged = Iterable[tuple[Header, bytes]]
+
+
+def shared_state(log: UpdateLog) -> SharedState:
+    """What the log stands for."""
+    vector = log.vector
+    return SharedState.make(
+        theta=log.theta,
+        outer=None,
+        round_=sum(seq for seq, _ in vector.entries.values()),
+        lineage=log.version,
+        vector=vector,
+        electorate=(),
+        total_weight=log.total_weight,
+    )
