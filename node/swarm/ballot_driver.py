@@ -31,7 +31,8 @@ from .updates import UpdateStore
 
 # Messages of the next round that arrive while this one is being applied. Senders repeat, so a few are enough.
 EARLY_MESSAGES_MAX = 256
-EVENTS_MAX = 4096
+# Messages of the open round that wait for the ballot, which waits for the disk. Senders repeat.
+MESSAGES_MAX = 4096
 
 
 class BallotDriver:
@@ -69,7 +70,7 @@ class BallotDriver:
         self.journal_trouble = ""  # why the journal cannot be written, for status
         self._ballot: b.Ballot | None = None
         self._previous: b.Ballot | None = None
-        self._events: asyncio.Queue[b.Event] = asyncio.Queue(maxsize=EVENTS_MAX)
+        self._events: asyncio.Queue[b.Event] = asyncio.Queue()
         self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY_MESSAGES_MAX)
         self._timer: asyncio.TimerHandle | None = None
         self._unsaved: b.BallotRecord | None = None  # what the journal has not taken yet
@@ -94,7 +95,7 @@ class BallotDriver:
         )
         self.decided = asyncio.get_running_loop().create_future()
         self._unsaved = None
-        self._events = asyncio.Queue(maxsize=EVENTS_MAX)
+        self._events = asyncio.Queue()
         self.observers_seen = False
         early, self._early = self._early, deque(maxlen=EARLY_MESSAGES_MAX)
         self.feed(b.Tick())
@@ -119,11 +120,10 @@ class BallotDriver:
     # ------------------------------------------------------------------------------------------------ events
 
     def feed(self, event: b.Event) -> None:
-        """Queue an event of the open round."""
-        try:
-            self._events.put_nowait(event)
-        except asyncio.QueueFull:
-            self._say("event queue full, event dropped", level="warning", kind=type(event).__name__)
+        """Queue an event of the open round. Only others' messages can be too many: what this peer has to say comes once."""
+        if isinstance(event, b.Received) and self._events.qsize() >= MESSAGES_MAX:
+            return self._say("too many messages wait for the ballot, one is dropped", level="warning", peer=event.peer)
+        self._events.put_nowait(event)
 
     def receive(self, peer: str, message: Message) -> bool:
         """Feed a message if it is of the open round. Whether it is."""
