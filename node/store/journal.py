@@ -187,15 +187,12 @@ class Journal:
                 grow = max(PREALLOCATE_BYTES, len(record))
                 self._disk.allocate(self._descriptor, self._allocated, grow)
                 self._allocated += grow
-            self._write(self._descriptor, record, self._end)
+            write_all(self._disk, self._descriptor, record, self._end)
             self._disk.sync(self._descriptor)
         except OSError as error:
             self._undo()
             raise JournalFull(f"{self._path}: {error.strerror or error}") from None
         self._end += len(record)
-
-    def _write(self, descriptor: int, record: bytes, offset: int) -> None:
-        write_all(self._disk, descriptor, record, offset)
 
     def _undo(self) -> None:
         """Wipe a record that may be half there: later it must not be found complete."""
@@ -228,7 +225,7 @@ class Journal:
             end = 0
             for kind, body in parts:
                 record = _framed(kind, body)
-                self._write(descriptor, record, end)
+                write_all(self._disk, descriptor, record, end)
                 end += len(record)
             self._disk.sync(descriptor)
             self._disk.replace(temporary, self._path)

@@ -81,8 +81,6 @@ class Accepting:
         except (StreamClosed, asyncio.TimeoutError, ShoalError) as error:
             self._links.say("stream ended", level="debug", peer=who, method=call.method, cause=str(error))
             stream.cancel("ended")
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # whatever it is, it is ours and must be seen
             self._links.fail(error)
             stream.cancel("internal error")

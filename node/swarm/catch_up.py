@@ -182,6 +182,7 @@ class CatchUp:
         self.attach(rounds)
         while True:
             await self._clock.sleep(WATCH_SECONDS)
+            self._lost &= {s.lineage for s in self._summaries().values()}  # what nobody shows any more is forgotten
             behind = self.behind()
             self._apart &= behind.keys()
             for gone in self._vain.keys() - behind.keys():

@@ -112,7 +112,7 @@ class PartialFile:
 
 
 class ChunkList:
-    """Which source fetches which chunk. Pure but for its event; times are passed in."""
+    """Which source fetches which chunk. Pure: times are passed in."""
 
     def __init__(self, missing: Sequence[int], sources: int) -> None:
         self._todo = deque(missing)

@@ -127,9 +127,7 @@ class DenseExchange:
                     await asyncio.wait_for(self._advanced.wait(), HOP_SECONDS)
             finally:
                 stream.cancel("dense exchange ended")
-        except asyncio.CancelledError:
-            raise
-        except _TROUBLE as error:
+        except Exception as error:  # one of our own is reported, too: nobody else looks at this task
             self._on_trouble(concerning(successor, "dense exchange", error), error)
             if self._key == key:
                 self._on_failure(attempt, f"to {successor[-6:]}: {error or type(error).__name__}")

@@ -2,7 +2,7 @@
 
 They say which updates a state holds, and where a branch leaves another one: without them a peer could neither tell which of
 its own updates were adopted nor resolve a fork older than its arrival. Nothing here is trusted: the receiver checks that the
-records form the chain that ends in its state, and every vote on them (`chain_of`, ring_mode.load_log).
+records form the chain that ends in its state, and every vote on them (history.build_log).
 """
 
 from __future__ import annotations

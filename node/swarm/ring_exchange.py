@@ -124,8 +124,6 @@ class RingExchange:
         async def guarded() -> None:
             try:
                 await work()
-            except asyncio.CancelledError:
-                raise
             except Exception as error:
                 self._on_trouble(name, error)
 
