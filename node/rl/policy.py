@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from .packed import checkpointed, hidden_states, pack
 
 LOGITS_MAX = 1 << 23  # logits that exist at a time, 32 MiB in fp32: large enough for the matrix product to be efficient
-PROBE_GAP_MAX = 1e-3  # nats between two ways to compute the same log-prob: rounding stays far below, mistakes above
+PROBE_GAP_MAX = 1e-2  # nats between two ways to compute the same log-prob: rounding stays far below, mistakes above
 PROBE_GAP_MAX_16_BIT = 0.1  # the same for 16-bit weights
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,8 @@ def _why_not_packed(model: Any) -> str:
     base = _base(model)
     config = base.config.get_text_config()
     device = next(base.parameters()).device
-    ids = (torch.arange(2, 14, device=device) % config.vocab_size).view(2, 6)
+    # Spread over the vocabulary: the first ids are often special tokens, on which models are numerically touchy.
+    ids = (torch.arange(1, 13, device=device) * (config.vocab_size // 13)).view(2, 6)
     lengths = torch.tensor([2, 6, 1, 4], device=device)
     batch = Batch(
         prompt_ids=ids[:, :5],
