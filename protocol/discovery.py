@@ -7,6 +7,7 @@ A dead bootstrap peer never strands a node: the invite may name several peers, a
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import os
 import random
@@ -48,6 +49,7 @@ class PeerCache:
         """Read the file; `read` and `replace` are the disk's."""
         self.peers: dict[str, list[str]] = {}
         self.warning = ""
+        self._encoded: bytes | None = None
         try:
             self.peers = _parse_cache(read(path))
         except FileNotFoundError:
@@ -62,16 +64,23 @@ class PeerCache:
 
     def met(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember a peer at the front, its newest addresses first. `encoded` is what to write."""
-        known = self.peers.pop(peer, [])
+        known = self.peers.get(peer, [])
         merged = list(dict.fromkeys([*addresses, *known]))[: limits.ADDRESSES_MAX]
-        self.peers = dict(list({peer: merged, **self.peers}.items())[:CACHE_PEERS_MAX])
+        if merged == known and next(iter(self.peers)) == peer:
+            return
+        self.peers.pop(peer, None)
+        self.peers = dict(itertools.islice({peer: merged, **self.peers}.items(), CACHE_PEERS_MAX))
+        self._encoded = None
 
     def forget(self, peer: str) -> None:
         self.peers.pop(peer, None)
+        self._encoded = None
 
     def encoded(self) -> bytes:
-        """The file's content."""
-        return json.dumps({"peers": list(self.peers.items())}, indent=1).encode()
+        """The file's content; made anew only when something changed: it is asked for often."""
+        if self._encoded is None:
+            self._encoded = json.dumps({"peers": list(self.peers.items())}, indent=1).encode()
+        return self._encoded
 
 
 def _parse_cache(content: bytes) -> dict[str, list[str]]:

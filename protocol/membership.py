@@ -67,6 +67,12 @@ INTRODUCTIONS_MAX = 64
 INTRODUCTION_TRIES = 5
 # Newer words sent back with one message.
 CORRECTIONS_MAX = 8
+# In a swarm so large that not everybody is a neighbour, this share of probes goes to members drawn from all: nobody can
+# hide among neighbours of its own choice.
+STRAY_SHARE = 1 / 32
+# Up to so many members whole tables are exchanged at the configured interval; it grows by one interval each time the swarm
+# doubles beyond that (memberlist's rule), because tables grow with it.
+SYNC_UNSCALED_MAX = 32
 # About so many members ask a suspect as soon as they hear that it is one; in larger swarms the rest ask at the end of the
 # timeout, if its newer word has not come by itself until then.
 ASKED_AT_ONCE = 32
@@ -89,7 +95,7 @@ class Membership:
         self.awareness = Awareness(config.awareness_max)
         self.me = sign(me)
         self._sign, self._rng = sign, rng
-        self._table = Table()
+        self._table = Table(me.peer)
         self._rumours = Rumours()
         self._turns = Turns(rng)
         self._probe: Probe | None = None
@@ -97,6 +103,7 @@ class Membership:
         self._introducing: dict[str, tuple[float, int]] = {}  # peer → (when to repeat, tries left)
         self._next_probe = self._next_sync = self._next_redial = -math.inf
         self._last_tick: float | None = None
+        self._promised = math.inf  # the tick that `due` asked for
         self._out: list[Action] = []
         self._rumours.tell((me.peer, False))
 
@@ -117,6 +124,10 @@ class Membership:
     def alive(self) -> set[str]:
         """Others that are alive or only suspect."""
         return set(self._table.alive)
+
+    def neighbours(self) -> frozenset[str]:
+        """Live others that this one watches; all of them in a small swarm (overlay.py)."""
+        return frozenset(self._table.neighbours())
 
     def dead(self) -> frozenset[str]:
         """Others that are dead or have left."""
@@ -147,6 +158,21 @@ class Membership:
             self._leave()
         return self._out
 
+    def due(self) -> float:
+        """When the next Tick is needed: for a driver that would rather sleep than tick every `tick_s`. To be asked after every
+        event, because each may bring it forward. A tick that comes later than asked for is taken for a stop of this process."""
+        times = [self._relays.next_at()]
+        if self.me.state is not State.LEFT:
+            probe = self._probe
+            times += [self._next_sync, self._next_redial, *(at for at, _ in self._introducing.values())]
+            times.append(self._next_probe if probe is None else probe.ends if probe.asked else probe.direct_until)
+            times += [self._suspicion_of(peer).deadline() for peer in self._table.suspects]
+        at = min(times)
+        if self._last_tick is not None:
+            at = max(at, self._last_tick + self.config.tick_s)
+        self._promised = min(self._promised, at)
+        return at
+
     def _tick(self, now: float) -> None:
         self._account_for_a_stop(now)
         for relay in self._relays.due(now):
@@ -158,7 +184,8 @@ class Membership:
         if now >= self._next_probe and self._probe is None:
             self._start_probe(now)
         if now >= self._next_sync:
-            self._next_sync = now + self.config.sync_interval_s * (0.75 + 0.5 * self._rng.random())
+            scale = max(1.0, 1.0 + math.ceil(math.log2(self.size / SYNC_UNSCALED_MAX)))
+            self._next_sync = now + scale * self.config.sync_interval_s * (0.75 + 0.5 * self._rng.random())
             if self._table.alive:
                 self._send_table(now, self._rng.choice(sorted(self._table.alive)), Kind.SYNC, "now and then")
         if now >= self._next_redial:
@@ -172,8 +199,11 @@ class Membership:
 
     def _account_for_a_stop(self, now: float) -> None:
         """Silence while this process did not run says nothing about others."""
-        late = 0.0 if self._last_tick is None else now - self._last_tick - self.config.tick_s
-        self._last_tick = now
+        late = 0.0
+        if self._last_tick is not None:
+            asked_for = self._last_tick + self.config.tick_s if self._promised == math.inf else self._promised
+            late = now - asked_for
+        self._last_tick, self._promised = now, math.inf
         if late <= self.config.probe_timeout_s:
             return
         for peer in self._table.suspects:
@@ -198,7 +228,9 @@ class Membership:
         interval = self.awareness.scale(self.config.probe_interval_s)
         timeout = self.awareness.scale(self.config.probe_timeout_s)
         self._next_probe = now + interval
-        target = self._turns.next(self._table.alive)
+        near, alive = self._table.neighbours(), self._table.alive
+        stray = len(near) < len(alive) and self._rng.random() < STRAY_SHARE
+        target = self._rng.choice(sorted(alive)) if stray else self._turns.next(near)
         if target is not None:
             nonce = self._rng.getrandbits(63)
             self._probe = Probe(target, nonce, now + timeout, now + max(interval, 2 * timeout))
@@ -216,12 +248,20 @@ class Membership:
                 self._suspect(now, member, self._report(member, State.SUSPECT), "no ack to a ping, direct or indirect")
         elif now >= probe.direct_until and not probe.asked:
             probe.asked = True
-            others = sorted(self._table.alive - {probe.target})
-            helpers = self._rng.sample(others, min(self.config.indirect_probes, len(others)))
+            helpers = self._helpers(probe.target)
             probe.helpers = set(helpers)
             for peer in helpers:
                 self._send(peer, Message(Kind.PING_REQ, probe.nonce, probe.target), "no direct ack in time")
             self._send(probe.target, Message(Kind.PING, probe.nonce), "no ack in time")
+
+    def _helpers(self, target: str) -> list[str]:
+        """Whom to ask to ping `target`: neighbours, those first that are its neighbours too and so connected to it."""
+        near, wanted = self._table.neighbours() - {target}, self.config.indirect_probes
+        both = sorted(near & self._table.overlay.around(target))
+        helpers = self._rng.sample(both, min(wanted, len(both)))
+        if len(helpers) < wanted and (others := sorted(near - set(both))):
+            helpers += self._rng.sample(others, min(wanted - len(helpers), len(others)))
+        return helpers
 
     def _on_ack(self, peer: str, nonce: int) -> None:
         if self._probe is not None and self._probe.acked_by(peer, nonce):
@@ -260,7 +300,8 @@ class Membership:
             most = least * self.config.suspicion_max_mult
             member.suspicion = Suspicion(now, least_s=least, most_s=most, wanted=wanted)
             ask = report.reporter == self.me.peer or self._rng.random() < ASKED_AT_ONCE / n
-            if self._rng.random() < FEW / n:
+            near = self._table.neighbours()
+            if self._rng.random() < FEW / (1 + len(near)) and peer in near:
                 self._turns.hasten(peer)  # a second opinion, if it does not answer
         elif not known:
             return  # a stranger's name is no independent reporter

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from . import limits
 from .membership_events import MemberView, Record, State
+from .overlay import Overlay
 from .suspicion import Suspicion
 from .wire_pb2 import Summary
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     """One member.
 
@@ -64,8 +65,13 @@ class Member:
 class Table:
     """Members by peer id. Call `settle` after changing one."""
 
-    def __init__(self) -> None:
+    def __init__(self, me: str = "") -> None:
+        """`me`: whose table it is; not a member of it."""
+        self._me = me
         self._members: dict[str, Member] = {}
+        self.overlay = Overlay()  # of those alive, and of us
+        self.overlay.add(me)
+        self._neighbours: set[str] | None = None
         self.alive: set[str] = set()  # or suspect
         self.suspects: set[str] = set()
         self.gone: set[str] = set()  # dead or left
@@ -99,9 +105,21 @@ class Table:
     def settle(self, peer: str) -> None:
         """Sort a member into `alive`, `suspects` and `gone` by its state."""
         state = self._members[peer].state
-        for where, states in (
-            (self.alive, (State.ALIVE, State.SUSPECT)),
-            (self.suspects, (State.SUSPECT,)),
-            (self.gone, (State.DEAD, State.LEFT)),
-        ):
-            (where.add if state in states else where.discard)(peer)
+        (self.suspects.add if state is State.SUSPECT else self.suspects.discard)(peer)
+        alive = state in (State.ALIVE, State.SUSPECT)
+        (self.gone.discard if alive else self.gone.add)(peer)
+        if alive == (peer in self.alive):
+            return
+        self._neighbours = None
+        if alive:
+            self.alive.add(peer)
+            self.overlay.add(peer)
+        else:
+            self.alive.discard(peer)
+            self.overlay.discard(peer)
+
+    def neighbours(self) -> set[str]:
+        """Live members to watch and to stay connected to (overlay.py); all while they are few. Not to be changed."""
+        if self._neighbours is None:
+            self._neighbours = self.overlay.around(self._me)
+        return self._neighbours

@@ -6,6 +6,7 @@ one that says nothing hints that the trouble is on our side. What nobody who was
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -103,6 +104,10 @@ class Relays:
             return None
         self._remove(nonce)
         return relay
+
+    def next_at(self) -> float:
+        """When `due` has something to do."""
+        return min((r.ends if r.nacked else r.nack_at for r in self._relays.values()), default=math.inf)
 
     def due(self, now: float) -> Iterable[Relay]:
         """Those whose asker must be told that there is no answer yet; forgets those that are over."""

@@ -77,6 +77,8 @@ class Dialing:
                 raise DialError("timeout", f"{address}: no end of the handshake") from None
             raise
         link.connection, link.token, link.boot_id = connection, welcome.session, other.boot_id
+        link.used_at = self._links.clock.now()
+        await self._links.drop_idle(link)
         link.breaker.reset()
         link.breaker.last_error = ""
         link.remember(address, *other.addresses)
@@ -135,7 +137,7 @@ class Dialing:
     async def _open(self, peer: str, method: str, timeout_s: float) -> Stream | None:
         """None when the connection turns out to be over, as after the peer's restart: nothing was sent, dial anew."""
         link = await self.ensure(peer, timeout_s)
-        connection = link.connection
+        connection, link.used_at = link.connection, self._links.clock.now()
         assert connection is not None
         try:
             return await connection.open(method, link.token, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
 import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class SessionStream:
         self._stream, self._traffic, self._method, self._peer = stream, traffic, method, peer
         self.session = session
         self.serial = next(_serial)
+        self.given_up = False
 
     @property
     def live(self) -> bool:
@@ -71,11 +73,20 @@ class SessionStream:
 
     async def send(self, frame: bytes) -> None:
         self._check()
+        # Not `wait_for`: it makes a task for every frame.
+        task, late = asyncio.current_task(), []
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(SEND_SECONDS_MAX, _too_late, task, late)
         try:
-            await asyncio.wait_for(self._stream.send(frame), SEND_SECONDS_MAX)
-        except asyncio.TimeoutError:
+            await self._stream.send(frame)
+        except asyncio.CancelledError:
+            # Somebody may have cancelled the task as well (known from Python 3.11 on): then it is to end.
+            if not late or (sys.version_info >= (3, 11) and task.uncancel() > 0):
+                raise
             self._stream.cancel("the other side does not read")
             raise StreamClosed(f"timeout: the other side did not read for {SEND_SECONDS_MAX:g} s") from None
+        finally:
+            timer.cancel()
         self._traffic.sent[self._method] += len(frame)
         self._traffic.sent_to[self._peer] += len(frame)
 
@@ -90,10 +101,16 @@ class SessionStream:
         await self._stream.done_sending()
 
     def cancel(self, reason: str) -> None:
+        self.given_up = True
         self._stream.cancel(reason)
 
 
-@dataclass
+def _too_late(task: asyncio.Task[None], late: list[bool]) -> None:
+    late.append(True)
+    task.cancel()
+
+
+@dataclass(slots=True)
 class Breaker:
     """Keeps a dead peer from costing anybody time: after a failure, no attempt before `retry_at`."""
 
@@ -113,11 +130,12 @@ class Breaker:
         self.failures, self.retry_at = 0, 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Link:
-    """Everything about one peer."""
+    """Everything about one peer. `used_at`: when something was last sent on it or came on it (monotonic seconds)."""
 
     addresses: list[str] = field(default_factory=list)
+    used_at: float = 0.0
     queue: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=limits.MESSAGE_QUEUE_MAX))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     breaker: Breaker = field(default_factory=Breaker)
@@ -142,6 +160,12 @@ class Link:
         control = [self.control] if self.control is not None else []
         for stream in sorted([*self.streams, *self.accepted, *control], key=lambda s: s.serial):
             stream.cancel(reason)
+
+    def quiet(self) -> bool:
+        """Whether nothing of ours is under way but what may come on control streams."""
+        sending = self.sender is not None and not self.sender.done()
+        ours = any(s.session is None and not s.given_up for s in self.streams)
+        return not (self.queue or sending or ours or self.lock.locked())
 
     def idle(self) -> bool:
         """Whether nothing is lost but addresses when this is forgotten."""

@@ -124,6 +124,17 @@ class Links:
         if connection is not None:
             await connection.close()
 
+    async def drop_idle(self, but: Link) -> None:
+        """Close dialed connections beyond CONNECTIONS_KEPT_MAX that carry nothing, those unused for longest first."""
+        dialed = [link for link in self.peers.values() if link.connection is not None]
+        excess = len(dialed) - limits.CONNECTIONS_KEPT_MAX
+        if excess <= 0:
+            return
+        before = self.clock.now() - limits.CONNECTION_IDLE_SECONDS_MIN
+        idle = [link for link in dialed if link.used_at < before and link is not but and link.quiet()]
+        for link in sorted(idle, key=lambda link: link.used_at)[:excess]:
+            await self.drop(link)
+
     # ------------------------------------------------------------------------------------------------ faults
 
     def ban(self, peer: str, reason: str, evidence: bytes = b"") -> bool:
@@ -176,6 +187,8 @@ class Links:
                 frame = await stream.recv(CONTROL_IDLE_SECONDS)
             except (StreamClosed, asyncio.TimeoutError):
                 return
+            if peer in self.peers:
+                self.peers[peer].used_at = self.clock.now()
             envelope = Envelope()
             try:
                 try:

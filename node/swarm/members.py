@@ -5,6 +5,7 @@ The decisions are protocol/membership.py's. Summaries (round, lineage, samples) 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -19,6 +20,9 @@ from ...protocol.wire_pb2 import Envelope, Summary, Swim
 
 # A measured speed that changed by less than this share is not worth a rumour.
 SPEED_CHANGE_MIN = 0.25
+# A sleep may end this much early by rounding.
+ROUNDING_SECONDS = 1e-6
+NAP_SECONDS_MAX = 3600.0
 
 
 class Members:
@@ -55,6 +59,8 @@ class Members:
         self._admissible = admissible
         me = Record(identity.peer_id, State.ALIVE, incarnation, 1, boot_id, addresses[: limits.ADDRESSES_MAX])
         self.machine = Membership(me, config, rng, self._sign)
+        self._next_tick = 0.0
+        self._nap: asyncio.Future[None] | None = None  # of `run`, between two ticks
 
     def _sign(self, record: Record) -> Record:
         return membership_wire.sign_record(self._identity, self._run_id, record)
@@ -68,6 +74,10 @@ class Members:
     def alive(self) -> set[str]:
         """Others that are alive or only suspect."""
         return self.machine.alive()
+
+    def neighbours(self) -> frozenset[str]:
+        """Live others to stay connected to; all of them in a small swarm."""
+        return self.machine.neighbours()
 
     def dead(self) -> frozenset[str]:
         """Others that are dead or have left."""
@@ -91,10 +101,27 @@ class Members:
     # ------------------------------------------------------------------------------------------------ running
 
     async def run(self) -> None:
-        """Tick until cancelled."""
-        while True:
-            self._handle(m.Tick())
-            await self._clock.sleep(self.machine.config.tick_s)
+        """Tick when the machine is due, until cancelled."""
+        try:
+            while True:
+                self._handle(m.Tick())
+                self._next_tick = self.machine.due() + ROUNDING_SECONDS
+                while (left := self._next_tick - self._clock.now()) > 0:
+                    # After a goodbye nothing is due any more.
+                    self._nap = asyncio.ensure_future(self._clock.sleep(min(left, NAP_SECONDS_MAX)))
+                    await asyncio.wait({self._nap})
+                    if not self._nap.cancelled():
+                        self._nap.result()
+        finally:
+            if self._nap is not None:
+                self._nap.cancel()
+
+    def _come_forward(self) -> None:
+        """Events may bring the next tick forward, never put it off."""
+        due = self.machine.due() + ROUNDING_SECONDS
+        if self._nap is not None and due < self._next_tick:
+            self._next_tick = due
+            self._nap.cancel()
 
     def received(self, peer: str, wire: Swim) -> None:
         """Raises PeerFault for what must be charged to `peer`; nothing of such a message is used."""
@@ -139,3 +166,5 @@ class Members:
                 self._changed(action.peer, action.old, action.new, action.reason)
             else:
                 self._heard(action.peer, action.addresses)
+        if not isinstance(event, m.Tick):
+            self._come_forward()

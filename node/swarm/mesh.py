@@ -1,9 +1,10 @@
 """Connections to everybody, over a `Transport`, real or simulated: what the rest of a node uses.
 
-Theory of operation. Per peer there is at most one dialed connection and one "Control" stream on it, on which messages
-(`Envelope`) flow both ways; a peer that opened one to us is answered on that, and dialed only where there is none.
-Messages are best effort: bounded queues that drop the oldest, because every sender repeats what matters. Streams of
-other methods carry bulk data and are served only to live sessions; a ban ends them at once, a newer process of the
+Theory of operation. Who is talked to is connected to, and stays so while there are not too many (limits.py); an idle connection
+beyond that is closed, and dialed again when it is needed. Per peer there is at most one dialed connection and one "Control"
+stream on it, on which messages (`Envelope`) flow both ways; a peer that opened one to us is answered on that, and dialed only
+where there is none. Messages are best effort: bounded queues that drop the oldest, because every sender repeats what matters.
+Streams of other methods carry bulk data and are served only to live sessions; a ban ends them at once, a newer process of the
 same identity at the next frame.
 
 Here are the public surface and the sending of messages; links.py keeps what all sides share, dialing.py and accepting.py
@@ -131,7 +132,8 @@ class Mesh:
             link = self._links.to(peer)
         except PeerFault as fault:
             return self._links.say("message not sent", level="warning", cause=str(fault))
-        link.queue.append((self._links.clock.now(), frame))
+        link.used_at = self._links.clock.now()
+        link.queue.append((link.used_at, frame))
         if link.sender is None or link.sender.done():
             link.sender = self._links.own(self._send_loop(peer, link), f"sender to {peer[-6:]}")
 

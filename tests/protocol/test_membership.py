@@ -642,3 +642,52 @@ def test_whatever_comes_the_laws_hold(events: list[tuple[float, m.Event]], seed:
             ranks[peer] = rank
             assert (peer in one.machine.alive()) == (view.state in (ALIVE, SUSPECT))
             assert (peer in one.machine.dead()) == (view.state in (DEAD, LEFT))
+
+
+# --- driven by `due` --------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_sleeps_until_it_is_due_finds_a_death_as_one_that_always_ticks() -> None:
+    def death(sleeps: bool) -> list[tuple[State | None, State]]:
+        one, events = One(), []
+        one.hear("a", word("a"))
+        end = one.now + 60.0
+        ticks = 0
+        while one.now < end:
+            events += changed(one.do(m.Tick()))
+            ticks += 1
+            one.now = one.machine.due() if sleeps else one.now + LOCAL.tick_s
+        if sleeps:
+            assert ticks < 60 / LOCAL.tick_s
+        return [(old, new) for _, old, new in events]
+
+    assert death(True) == death(False) == [(ALIVE, SUSPECT), (SUSPECT, DEAD)]
+
+
+def test_a_tick_later_than_asked_for_is_a_stop_and_an_event_in_between_does_not_hide_it() -> None:
+    one = One()
+    one.hear("a", word("a"))
+    while not sends(one.do(m.Tick()), Kind.PING):
+        one.now = one.machine.due()
+    one.now = one.machine.due() + 30.0
+    one.hear("b", word("b"))
+    one.machine.due()
+    assert not changed(one.do(m.Tick()))
+    assert one.machine.awareness.score == 1
+
+
+def test_only_neighbours_and_a_few_strays_are_probed_in_a_large_swarm() -> None:
+    one = One()
+    for start in range(0, 300, 50):
+        one.hear("p0", *(word(f"p{i}") for i in range(start, start + 50)))
+    near, probed = one.machine.neighbours(), []
+    assert 8 < len(near) < 64
+    for _ in range(4000):
+        one.now += LOCAL.tick_s
+        for send in sends(one.do(m.Tick()), Kind.PING):
+            if send.reason == "its turn":
+                probed.append(send.to)
+                one.hear(send.to, kind=Kind.ACK, nonce=send.message.nonce)
+    strays = [peer for peer in probed if peer not in near]
+    assert near <= set(probed)
+    assert 0 < len(strays) < len(probed) / 8
