@@ -134,7 +134,7 @@ def sample(
         raise ValueError("stop strings need a tokenizer")
     device = generator.device
     prompt_ids, prompt_lengths = pad_left(prompts, pad_id, device)
-    limits = _length_limits(model, prompts, max_new_tokens).to(device).repeat_interleave(num_generations)
+    limits = length_limits(model, prompts, max_new_tokens).to(device).repeat_interleave(num_generations)
     # Rows that are finished but still in the cache stay inside the context: learned positions end there.
     last_position = prompt_lengths.repeat_interleave(num_generations) + limits - 1
     n, width, longest = len(prompts) * num_generations, prompt_ids.shape[1], int(limits.max())
@@ -213,7 +213,7 @@ def pairs(
     )
 
 
-def _length_limits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
+def length_limits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
     """Tokens that each prompt's completions may have, int64 [prompts]: the limit, or what the context leaves."""
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
