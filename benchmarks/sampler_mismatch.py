@@ -1,7 +1,7 @@
 """What importance correction is worth: GRPO whose completions come from a perturbed or stale copy of the trainer.
 
 The copy honestly reports the log-probs that it sampled from. `noise S`: every weight matrix of the copy is the trainer's
-plus fixed Gaussian noise of S times its standard deviation (what a quantized or differently computed sampler does, in the large).
+plus fixed Gaussian noise of S times its standard deviation (as a quantized sampler has, in the large).
 `stale N`: the copy takes over the trainer's weights every N steps. Each is trained without correction and with each mode
 of it, and judged by the trainer's own held-out sampled reward, at equal numbers of samples. `exact` samples from the
 trainer. One line of JSON a run is appended to --out; runs that it holds already are not repeated, and --seconds ends

@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from ..protocol import limits
 from ..protocol.errors import ExitCode, ShoalError
 from .config import Config, manifest_bytes
-from .rl.config import Table
+from .rl.config import PRINCIPLES_CHARS_MAX, Table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -63,6 +63,7 @@ def load_config(
             raise _mistake("flags", [f"--set {override}: found no =, expected key=value such as node.port=7000"])
         _put(tree, tuple(key.strip().split(".")), value, "--set", sources)
     problems = [f"{'.'.join(k)}{_place(k, text, sources)}: found {v}, expected a finite number" for k, v in _odd(tree)]
+    problems += _take_principles(tree, path.parent if path is not None else Path())
     try:
         config = Config.model_validate(tree, strict=True)
     except ValidationError as error:
@@ -256,12 +257,31 @@ def _odd(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, float]]
                 yield (*path, name), number
 
 
+def _take_principles(tree: dict[str, Any], folder: Path) -> list[str]:
+    """Put the text of a file in place of `principles = "@file"`: the manifest holds what judges read, not where it lay."""
+    table: Any = tree
+    for key in ("run", "judge"):
+        table = table.get(key, {}) if isinstance(table, dict) else {}
+    value = table.get("principles") if isinstance(table, dict) else None
+    if not isinstance(value, str) or not value.startswith("@"):
+        return []
+    path = folder / Path(value[1:]).expanduser()
+    try:
+        if path.stat().st_size > 4 * PRINCIPLES_CHARS_MAX:
+            return [f"run.judge.principles: {path} is too long, expected at most {PRINCIPLES_CHARS_MAX} characters"]
+        table["principles"] = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"run.judge.principles: {path} cannot be read: {error}"]
+    return []
+
+
 def _missing_files(config: Config, text: str, sources: Mapping[Key, str]) -> list[str]:
     """Files that the configuration names must be there before anything slow begins."""
     run, node = config.run, config.node
     named: dict[Key, str] = {
         ("node", "rewards_file"): node.rewards_file,
         ("node", "model_path"): node.model_path,
+        ("run", "rewards", "reward_model"): run.rewards.reward_model,
         ("run", "task", "name"): run.task.name if run.task.name.endswith(".jsonl") else "",
         ("node", "task", "name"): node.task.name if node.task and node.task.name.endswith(".jsonl") else "",
         ("run", "model", "name"): run.model.name if _looks_like_path(run.model.name) and not node.model_path else "",

@@ -52,6 +52,10 @@ def random_simulation(seed: int, *, byzantine: str | None = None, mode: str = "r
             "target_samples": rng.choice([32, 64, 128]),
             "gossip_seconds": rng.choice([2.0, 5.0]),
             "gossip_fanout": rng.choice([1, 3]),
+            "compact_updates": rng.choice([1, 4, 16]),
+            "forget_after_seconds": rng.choice([15.0, 3600.0]),
+            "heal": rng.choice(["heavier", "merge"]),
+            "heal_max": rng.choice([0, 0, 256, 1024]),
             "exchange": "auto",
             "outer": "sgd",
         }

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from .config import GrpoConfig, ModelConfig, RewardsConfig, TaskConfig, WarmupConfig
+from .config import GrpoConfig, JudgeBackend, JudgeConfig, ModelConfig, RewardsConfig, TaskConfig, WarmupConfig
 from .evaluate import is_tiny
 from .learner import GrpoLearner
 from .models import Progress, load_model
+from .preferences import PreferenceLog
 from .prompts import prompt_format
-from .rewards import Rewards
+from .rewards import Rewards, Scorer
 from .tasks import load_task
 
 
@@ -25,6 +26,10 @@ def build_learner(
     run_seed: int,
     peer_seed: int,
     rewards_file: Path | None = None,
+    judge: JudgeConfig | None = None,
+    judge_backend: JudgeBackend | None = None,
+    private: bool = False,
+    preferences_file: Path | None = None,
     cache_dir: Path | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -36,6 +41,9 @@ def build_learner(
         run_seed: equal on all peers: weights of `tiny`, LoRA's A, the data stream and its split.
         peer_seed: different on each: sampling.
         rewards_file: this node's reward file.
+        judge: how the reward "judge" works, where it is used; `judge_backend` replaces its backend on this node.
+        private: the task is this node's private data: no peer is asked to judge it.
+        preferences_file: where to append what judges prefer.
         cache_dir: for converted GGUF files.
         threads: torch's CPU threads, a setting of the whole process; None leaves it.
 
@@ -45,7 +53,19 @@ def build_learner(
     if threads is not None:
         torch.set_num_threads(threads)
     source = load_task(task, seed=run_seed)  # first: it is cheap and often what is wrong
-    scorer = Rewards(rewards, source, rewards_file, length_max=grpo.max_completion_length)
+    models = model_rewards(
+        rewards,
+        judge or JudgeConfig(),
+        judge_backend,
+        seed=run_seed,
+        rewards_file=rewards_file,
+        private=private,
+        preferences_file=preferences_file,
+        cache_dir=cache_dir,
+        device=device,
+        progress=progress,
+    )
+    scorer = Rewards(rewards, source, rewards_file, length_max=grpo.max_completion_length, models=models)
     try:
         loaded = load_model(model, seed=run_seed, cache_dir=cache_dir, device=device, progress=progress)
         return GrpoLearner(
@@ -60,3 +80,43 @@ def build_learner(
     except BaseException:
         scorer.close()
         raise
+
+
+def model_rewards(
+    rewards: RewardsConfig,
+    judge: JudgeConfig,
+    judge_backend: JudgeBackend | None,
+    *,
+    seed: int,
+    rewards_file: Path | None,
+    private: bool,
+    preferences_file: Path | None,
+    cache_dir: Path | None,
+    device: str,
+    progress: Progress | None,
+) -> dict[str, Scorer]:
+    """The rewards of a run that are models: "judge", "reward_model"; by name, those that it uses.
+
+    Raises:
+        ShoalError: a model is not there.
+    """
+    found: dict[str, Scorer] = {}
+    if "judge" in rewards.functions:
+        from .judges.reward import JudgeReward, build_judge
+
+        own = build_judge(
+            judge_backend or judge.backend,
+            judge.principles,
+            seed=seed,
+            rewards_file=rewards_file,
+            cache_dir=cache_dir,
+            device=device,
+            progress=progress,
+        )
+        log = PreferenceLog(preferences_file) if preferences_file is not None else None
+        found["judge"] = JudgeReward(judge, own, private=private, preferences=log)
+    if "reward_model" in rewards.functions:
+        from .reward_model import RewardModel
+
+        found["reward_model"] = RewardModel.load(Path(rewards.reward_model).expanduser(), device=device)
+    return found

@@ -211,6 +211,8 @@ class JudgeConfig(Table):
 
     @model_validator(mode="after")
     def _reachable(self) -> JudgeConfig:
+        if self.backend.kind == "server":  # or whoever founds a run could make its members call any address
+            raise ValueError('backend.kind = "server": a server is each node\'s own choice; set [node.judge] instead')
         if self.quorum > self.peers:
             raise ValueError(f"quorum = {self.quorum} can never be reached with peers = {self.peers}")
         return self

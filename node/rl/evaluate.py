@@ -17,7 +17,7 @@ from .draw import Sampling
 from .experience import sampling_of, score_rollouts
 from .models import LoadedModel, Progress, load_model
 from .prompts import PromptFormat, prompt_format
-from .rewards import Rewards
+from .rewards import Rewards, without_models
 from .rollout import Rollouts, sample
 from .tasks import Example, Task, load_task
 
@@ -138,7 +138,7 @@ def evaluate_model(
     if adapter is not None:
         loaded = load_adapter(loaded, adapter)
     source = load_task(task, seed=run_seed)
-    scorer = Rewards(rewards or RewardsConfig(), source, rewards_file, length_max=grpo.max_completion_length)
+    scorer = Rewards(without_models(rewards), source, rewards_file, length_max=grpo.max_completion_length)
     try:
         prompts = prompt_format(task, loaded.tokenizer, is_tiny=is_tiny(loaded))
         return measure(loaded, source, config=grpo, prompts=prompts, rewards=scorer, progress=progress)

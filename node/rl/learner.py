@@ -275,6 +275,11 @@ class GrpoLearner:
             self._trainables.write(np.asarray(saved["local_theta"]))
             self._moved = True
 
+    @property
+    def judging(self) -> Any:
+        """The judge among the rewards, for peers that ask (`node/judging.py`); None where the run has none."""
+        return self._rewards.judging
+
     def close(self) -> None:
         """End the reward file's process, if there is one."""
         self._rewards.close()

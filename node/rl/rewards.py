@@ -26,7 +26,7 @@ from .tasks import Example, Task, extract_answer
 
 CHEAP = ("task", "exact", "format", "think_format", "regex", "overlong")
 SLOW = {"math": "math_verify", "code": ""}  # in a worker process; the package that each needs
-MODELS = ("judge", "reward_model")  # given to `Rewards` as functions
+MODELS = ("judge", "reward_model")  # given to `Rewards` by whoever builds it
 BUILT_IN = (*CHEAP, *SLOW, *MODELS)
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Scored:
         means: mean per function over the completions it applies to.
         failures: why a function gave nothing for this batch, by name.
         values: each function's rewards, one per completion, unweighted.
-        metrics: what functions gave to `log_metric`, averaged by name.
+        metrics: what functions gave to `log_metric`, averaged by name; and what the models measure of themselves.
     """
 
     total: list[float | None]
@@ -184,6 +184,8 @@ class Rewards:
                 failed[name] = f"{type(error).__name__}: {error}"
                 values[name] = [None] * len(texts)
                 self._count(name, failed[name])
+        for name in values.keys() & self._models.keys():
+            metrics |= getattr(self._models[name], "metrics", {})
         return Scored(
             total=[self._combine([values[f][i] for f in self._config.functions]) for i in range(len(texts))],
             means={name: _mean(column) for name, column in values.items()},
@@ -192,10 +194,18 @@ class Rewards:
             metrics=metrics,
         )
 
+    @property
+    def judging(self) -> Scorer | None:
+        """The reward "judge", where the run has it."""
+        return self._models.get("judge")
+
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and what the models hold."""
         for worker in self._workers.values():
             worker.close()
+        for model in self._models.values():
+            if (close := getattr(model, "close", None)) is not None:
+                close()
 
     def _called(self, batch: Batch) -> tuple[dict[str, Any], dict[str, float]]:
         """What the functions in worker processes give, or how they fail, by name; and the metrics they log."""
@@ -248,6 +258,18 @@ class Rewards:
     def _combine(self, row: list[float | None]) -> float | None:
         known = [w * v for w, v in zip(self._weights, row, strict=True) if v is not None]
         return math.fsum(known) if known else None
+
+
+def without_models(config: RewardsConfig | None) -> RewardsConfig:
+    """The same rewards without those that are models, for where there are none; the task's score if nothing is left."""
+    if config is None:
+        return RewardsConfig()
+    weights = config.weights or [1.0] * len(config.functions)
+    kept = [(name, weight) for name, weight in zip(config.functions, weights, strict=True) if name not in MODELS]
+    if not kept:
+        return RewardsConfig()
+    names, left = zip(*kept, strict=True)
+    return config.model_copy(update={"functions": list(names), "weights": list(left)})
 
 
 def _check_packages(names: Sequence[str]) -> None:

@@ -253,7 +253,7 @@ def test_the_example_with_every_key_in_force_is_still_the_defaults(write):
         if re.match(r"[a-z_0-9]+ = [^ ]|\[[a-z_.]+\]$", bare) and "  # absent" not in bare:
             lines.append(bare)
     tree = tomllib.loads("\n".join(lines))
-    assert tree["run"]["model"].pop("lora") and tree["node"].pop("task")
+    assert tree["run"]["model"].pop("lora") and tree["node"].pop("task") and tree["node"].pop("judge")
     assert Config.model_validate(tree, strict=True) == Config()
 
 
