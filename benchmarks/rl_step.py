@@ -53,8 +53,8 @@ def prompt_of(tokenizer: Any, length: int, which: int) -> str:
 
 
 def score(completions: list[str]) -> list[float]:
-    """Something that differs between completions."""
-    return [c.count("e") / (1 + len(c)) for c in completions]
+    """Differs within every group, also where completions are alike: a group of equal rewards would be skipped."""
+    return [i % 2 + c.count("e") / (1 + len(c)) for i, c in enumerate(completions)]
 
 
 class Meter:
