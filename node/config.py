@@ -25,6 +25,7 @@ from .rl.config import (
     JudgeConfig,
     ModelConfig,
     RewardsConfig,
+    SamplerConfig,
     Table,
     TaskConfig,
     WarmupConfig,
@@ -226,6 +227,8 @@ class NodeConfig(Table):
     """host:port where others reach this peer, if not where it listens (behind a router)."""
     model_path: str = ""
     """Local folder or .gguf to use in place of the manifest's model; must have the same weights."""
+    sampler: SamplerConfig = SamplerConfig()
+    """[node.sampler]"""
     rewards_file: str = ""
     """Python file of TRL-style reward functions. Never sent to anybody."""
     task: TaskConfig | None = None

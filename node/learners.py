@@ -66,6 +66,8 @@ def build(config: Config, peer_id: str, data_dir: Path, progress: Progress) -> N
         judge_backend=node.judge,
         private=node.task is not None,
         preferences_file=Path(node.preferences_file).expanduser() if node.preferences_file else None,
+        sampler=node.sampler,
+        push_dir=(data_dir / "sampler").absolute(),
         cache_dir=Path("~/.cache/shoal").expanduser(),
         device=node.device,
         threads=node.threads or None,

@@ -6,13 +6,24 @@ from pathlib import Path
 
 import torch
 
-from .config import GrpoConfig, JudgeBackend, JudgeConfig, ModelConfig, RewardsConfig, TaskConfig, WarmupConfig
+from .config import (
+    GrpoConfig,
+    JudgeBackend,
+    JudgeConfig,
+    ModelConfig,
+    RewardsConfig,
+    SamplerConfig,
+    TaskConfig,
+    WarmupConfig,
+)
 from .evaluate import is_tiny
 from .learner import GrpoLearner
-from .models import Progress, load_model
+from .models import LoadedModel, Progress, load_model
 from .preferences import PreferenceLog
 from .prompts import prompt_format
 from .rewards import Rewards, Scorer
+from .rollout import BuiltInSampler, Sampler
+from .server_sampler import ServerSampler
 from .tasks import load_task
 
 
@@ -30,6 +41,8 @@ def build_learner(
     judge_backend: JudgeBackend | None = None,
     private: bool = False,
     preferences_file: Path | None = None,
+    sampler: SamplerConfig | None = None,
+    push_dir: Path | None = None,
     cache_dir: Path | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -44,6 +57,8 @@ def build_learner(
         judge: how the reward "judge" works, where it is used; `judge_backend` replaces its backend on this node.
         private: the task is this node's private data: no peer is asked to judge it.
         preferences_file: where to append what judges prefer.
+        sampler: where completions come from; None or kind "builtin": the trainer itself.
+        push_dir: where a server's sampler puts what it pushes, if its table names no folder.
         cache_dir: for converted GGUF files.
         threads: torch's CPU threads, a setting of the whole process; None leaves it.
 
@@ -76,10 +91,20 @@ def build_learner(
             prompts=prompt_format(task, loaded.tokenizer, is_tiny=is_tiny(loaded)),
             rewards=scorer,
             peer_seed=peer_seed,
+            sampler=_sampler(loaded, sampler, push_dir),
         )
     except BaseException:
         scorer.close()
         raise
+
+
+def _sampler(loaded: LoadedModel, config: SamplerConfig | None, push_dir: Path | None) -> Sampler:
+    if config is None or config.kind == "builtin":
+        return BuiltInSampler(loaded)
+    folder = Path(config.push_dir).expanduser() if config.push_dir else push_dir
+    if folder is None:
+        raise ValueError("a server's sampler needs push_dir")
+    return ServerSampler(loaded, config, folder)
 
 
 def model_rewards(

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from ...protocol.errors import ShoalError
+from ...protocol.errors import ExitCode, ShoalError
 from .config import SamplerConfig
 from .draw import Sampling
 from .export import export_adapter, export_merged
@@ -56,7 +56,17 @@ class ServerSampler:
             loaded: the trainer's model; exported at each push.
             push_dir: folder for what is pushed; the server must see it under the same path.
             server: default the one that `config` names.
+
+        Raises:
+            ShoalError: llama.cpp without LoRA.
         """
+        if config.kind == "llama.cpp" and not loaded.is_lora:
+            raise ShoalError(
+                "llama.cpp cannot take over what this run trains",
+                values="sampler.kind = 'llama.cpp' takes LoRA adapters; the run trains every parameter",
+                todo="Train with LoRA ([run.model.lora]), or use another sampler.",
+                code=ExitCode.CONFIG,
+            )
         self._loaded, self._config, self._push_dir = loaded, config, push_dir
         self._server = server or server_of(config)
         self._clock, self._sleep = clock, sleep
