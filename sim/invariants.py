@@ -133,7 +133,10 @@ class Checkers:
 
     def _counts(self, dot: object, update_hash: bytes) -> bool:
         said = self.ledger.said.get(dot, {}).get(update_hash)  # type: ignore[arg-type]
-        return said is not None and said.fixed is not None and self._not_void(said.fixed[1])
+        if said is None or said.fixed is None:
+            return False
+        indices, fixed = said.fixed
+        return indices is None or self._not_void(fixed)  # void is what a sparse merge refuses; a dense mean takes all
 
     @staticmethod
     def _not_void(fixed: np.ndarray) -> bool:

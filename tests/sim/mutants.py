@@ -50,9 +50,6 @@ MUTANTS = [
            "rebook(self.book, self.journal.updates, self._decoded)", "rebook(self.book, [], self._decoded)", 2),
     Mutant("weights are not capped", "aggregation/merge.py",
            "    return {key: min(weight, bound) for key, weight in limited.items()}\n", "    return limited\n", 0),
-    Mutant("a void update does not count in the normalizer", "aggregation/merge.py",
-           "    normalizer = sum(weight for _, _, weight in items)\n",
-           "    normalizer = sum(w for _, u, w in items if (np.abs(u.values) < 1).all())\n", 5),
     Mutant("an update is merged twice", "node/swarm/state.py",
            "            items.append((header.dot, sparse, weights[header.dot.peer]))\n",
            "            items += [(header.dot, sparse, weights[header.dot.peer])] * 2\n", 0),
@@ -69,9 +66,6 @@ MUTANTS = [
     Mutant("a token's proof is not checked", "protocol/admission.py",
            "        if not hmac.compare_digest(proof, self.prove(role, token_id, transcript)) or not proof:\n",
            "        if not proof:\n", 0, "stranger"),
-    Mutant("the version vector is not part of the state", "node/swarm/state.py",
-           "        vector=advance_vector(state.vector, [header for header, _ in updates]),\n",
-           "        vector=state.vector,\n", 4),
     Mutant("gossip: a repeated update is merged again", "aggregation/gossip.py",
            "            self._sum.add(*held)\n        self.total_weight += record.header.weight\n",
            "            self._sum.add(*held)\n            self._sum.add(*held)\n"
@@ -80,9 +74,6 @@ MUTANTS = [
            "        self.total[indices] += fixed\n",
            "        self.total[indices] = (self.total[indices].astype(np.float32) + fixed).astype(np.int64)\n",
            0, None, "gossip"),
-    Mutant("gossip: nobody begins an exchange by itself", "node/swarm/gossip.py",
-           "                    self._news.setdefault(self._rng.choice(alive))\n",
-           "                    pass\n", 3, None, "gossip"),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.aggregation.gossip import UpdateLog
 from shoal.sim import Link, Simulation
 
 from .hunt import broken
@@ -22,6 +23,35 @@ def test_the_swarm_learns_and_agrees() -> None:
     report = sim.run(until_s=60)
     assert report.identical and not report.violations and not report.errors
     assert report.loss_first is not None and report.loss_last is not None and report.loss_last < report.loss_first / 5
+
+
+@pytest.mark.parametrize("rule", ["heavier", "merge"])
+@pytest.mark.parametrize("forget_after", [20.0, 3600.0])
+def test_two_sides_heal_by_rule_and_a_newcomer_takes_a_snapshot(
+    rule: str, forget_after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    make = UpdateLog.from_snapshot.__func__
+
+    def from_snapshot(
+        cls: type[UpdateLog], theta0: object, rules: object, snapshot: object, **more: object
+    ) -> UpdateLog:
+        log = make(cls, theta0, rules, snapshot, **more)
+        begun.append(sum(seq for seq, _ in log.frontier.entries.values()))
+        return log
+
+    monkeypatch.setattr(UpdateLog, "from_snapshot", classmethod(from_snapshot))
+    sync = {"heal": rule, "heal_max": 500, "compact_updates": 2, "forget_after_seconds": forget_after}
+    sim = Simulation(seed=3, run={"sync": GOSSIP["sync"] | sync, "quadratic": {"dimension": 32, "noise": 0.05}})
+    peers = sim.add_peers(6)
+    sim.partition(peers[:2], peers[2:], at_s=30, heal_s=100)
+    sim.add_peers(1, at_s=140)
+    report = sim.run(until_s=180, settle_s=60)
+    said = [text for peer in sim.peers for _, _, text in peer.logged]
+    assert report.identical and not report.violations and not report.errors
+    assert any("two sides meet" in text for text in said)
+    assert begun and begun[-1] > 0  # the newcomer began with what was final, not with nothing
+    assert report.loss_first is not None and report.loss_last is not None and report.loss_last < report.loss_first / 50
 
 
 @pytest.mark.parametrize("kind", ["equivocate", "replay", "nan", "scale"])

@@ -239,7 +239,7 @@ def test_what_was_expected_and_is_not_so_is_said(expect, changes, said):
 def test_a_run_cut_short_is_not_asked_for_what_comes_later():
     scenario = parse_scenario(SMALL, "small.toml")
     cut = scenario.play(3, until_s=1.0, replay="again")
-    assert cut.unmet == [] and cut.until_s < 2 and cut.rounds["p0"] < 2
+    assert cut.unmet == [] and cut.until_s < 3 and cut.rounds["p0"] < 2
     assert (cut.replay, cut.scenario) == ("again", "small")
 
 
