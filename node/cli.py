@@ -90,7 +90,11 @@ def shoal() -> None:
 )
 @click.option("--rounds", default=None, type=click.IntRange(1, 10_000), help="Rounds to run. [default: tuned]")
 @click.option(
-    "--mode", default="ring", show_default=True, type=click.Choice(["ring"]), help="How updates are exchanged."
+    "--mode",
+    default="ring",
+    show_default=True,
+    type=click.Choice(["ring", "gossip"]),
+    help="How updates are exchanged.",
 )
 @click.option("--compression", default=None, help="Preset or density/bits, such as long or 0.05/4. [default: demo]")
 @click.option(

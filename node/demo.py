@@ -78,7 +78,8 @@ class Demo:
 
     def _config_text(self) -> str:
         # Whatever the number of rounds, every peer makes about the same number of samples in all.
-        in_all = self.options.peers * self.defaults["rounds"]["samples_per_peer"]
+        each = self.defaults["rounds"]["samples_per_peer"]
+        in_all = each if self.gossips else self.options.peers * each
         sync = {
             "mode": self.options.mode,
             "rounds_max": self.rounds,
@@ -91,6 +92,26 @@ class Demo:
         for name, table in tables.items():
             lines += [f"[run.{name}]", *(f"{k} = {toml_value(v)}" for k, v in table.items())]
         return "\n".join(lines) + "\n"
+
+    @property
+    def gossips(self) -> bool:
+        """Then there are no rounds: the story goes by the number of updates that each peer has published."""
+        return self.options.mode == "gossip"
+
+    def _done(self, status: dict[str, Any]) -> int:
+        """Rounds, or own updates, that a peer has on disk."""
+        return int(status.get("published" if self.gossips else "saved_round") or 0)
+
+    def _records(self) -> dict[str, list[dict[str, Any]]]:
+        """The history of each peer, with "step": the round of a record, or which of its own updates it tells of."""
+        step = "published" if self.gossips else "round"
+        return {p.peer_id: [{**r, "step": r[step]} for r in read_metrics(p.data_dir) if step in r] for p in self.peers}
+
+    def _reward(self, records: list[dict[str, Any]], step: int) -> tuple[float, int]:
+        """Mean reward of all samples of a step, and their number."""
+        rewards = [(r["reward"], r["samples"]) for r in records if r["step"] == step and r.get("samples")]
+        samples = sum(n for _, n in rewards)
+        return (sum(x * n for x, n in rewards) / samples if samples else float("nan")), samples
 
     @property
     def compression(self) -> str:
@@ -148,7 +169,8 @@ class Demo:
                     values=f"exit code {peer.process.returncode}, expected it to run; its last output:\n{tail}",
                     todo=f"read {peer.data_dir}/output.log",
                 )
-        moved = [(p.index, p.status.get("round"), p.status.get("phase"), p.status.get("samples")) for p in running]
+        told = ("round", "phase", "samples", "vector_hash")
+        moved = [(p.index, *(p.status.get(name) for name in told)) for p in running]
         if moved != self.moved_what:
             self.moved_what, self.moved_at = moved, time.monotonic()
         elif time.monotonic() - self.moved_at > STALL_SECONDS:
@@ -161,16 +183,18 @@ class Demo:
 
     def _print_rounds(self) -> None:
         alive = [p for p in self.peers if p.running and p.status]
-        done = min((int(p.status.get("saved_round", 0)) for p in alive), default=0)
+        done = min((self._done(p.status) for p in alive), default=0)
+        if done <= self.printed_round:
+            return
+        everything = [r for rs in self._records().values() for r in rs]
         for round_ in range(self.printed_round + 1, done + 1):
-            records = [r for p in self.peers for r in read_metrics(p.data_dir) if r.get("round") == round_]
-            rewards = [(r["reward"], r["samples"]) for r in records if r.get("samples")]
-            samples = sum(n for _, n in rewards)
-            reward = sum(x * n for x, n in rewards) / samples if samples else float("nan")
-            updates = max((int(r.get("updates", 0)) for r in records), default=0)
+            reward, samples = self._reward(everything, round_)
+            records = [r for r in everything if r["step"] == round_]
+            updates = len(records) if self.gossips else max((int(r.get("updates", 0)) for r in records), default=0)
             bar = "█" * round(30 * max(0.0, reward)) if reward == reward else ""
+            word = "update" if self.gossips else "round"
             self._say(
-                f"round {round_:3d}/{self.rounds}  reward {reward:5.3f} {bar:<30}  {updates} updates, {samples} samples"
+                f"{word} {round_:3d}/{self.rounds}  reward {reward:5.3f} {bar:<30}  {updates} updates, {samples} samples"
             )
             self.printed_round = round_
 
@@ -194,7 +218,7 @@ class Demo:
         for peer in self.peers:
             await call(peer.data_dir / "control.sock", "start", {}, timeout_s=10.0)
         restarted = False
-        while not all(p.status.get("finished") for p in self.peers if p.running):
+        while not self._over(killing=bool(self.kill_round) and not restarted):
             await self._watch()
             if self.kill_round and not self.killed_round and (victim.data_dir / "holding").exists():
                 self.killed_round = self.kill_round
@@ -202,43 +226,52 @@ class Demo:
                 victim.process.send_signal(signal.SIGKILL)
                 await victim.process.wait()
                 victim.status = {}
-                self._say(f"killed peer {victim.index} in the middle of the exchange of round {self.kill_round}")
-            lead = max(int(p.status.get("round", 0)) for p in self.peers)
+                when = f"the exchange of round {self.kill_round}"
+                if self.gossips:
+                    when = f"an exchange, near its update {self.kill_round}"
+                self._say(f"killed peer {victim.index} in the middle of {when}")
+            lead = max(self._done(p.status) for p in self.peers)
             if self.killed_round and not restarted and lead >= self.killed_round + 1:
                 restarted = True
                 (victim.data_dir / "holding").unlink(missing_ok=True)
                 await self._start(victim, ["up"], SHOAL_NODE__WAIT_FOR_START="false")
                 self._say(f"started peer {victim.index} again, from its own disk")
-        seconds = time.monotonic() - started
-        return await self._summary(seconds)
+        return await self._summary(time.monotonic() - started)
+
+    def _over(self, *, killing: bool) -> bool:
+        """Whether all have reached the last round, and, where nothing closes a round, have the same updates."""
+        running = [p for p in self.peers if p.running]
+        if not all(p.status.get("finished") for p in running):
+            return False
+        return not self.gossips or (not killing and len({p.status["vector_hash"] for p in running}) == 1)
 
     async def _summary(self, seconds: float) -> dict[str, Any]:
         for peer in self.peers:
             await peer.refresh()
-        records = {p.peer_id: read_metrics(p.data_dir) for p in self.peers}
+        records = self._records()
         everything = [r for rs in records.values() for r in rs]
-
-        def reward_of(round_: int) -> float:
-            pairs = [(r["reward"], r["samples"]) for r in everything if r["round"] == round_ and r.get("samples")]
-            return sum(x * n for x, n in pairs) / max(1, sum(n for _, n in pairs))
-
         hashes = {p.peer_id: p.status["state_hash"] for p in self.peers}
         vectors = {p.status["vector_hash"] for p in self.peers}
-        evaluations = [r for r in records[self.peers[0].peer_id] if "eval_accuracy" in r]
+        accuracy = [r["eval_accuracy"] for r in read_metrics(self.peers[0].data_dir) if "eval_accuracy" in r]
+        if self.gossips:
+            accuracy.append(await self._evaluate())
         d = int(self.peers[0].status["parameters"])
         totals = {name: sum(int(p.status["bytes"][name]) for p in self.peers) for name in ("round", "state", "control")}
         # Each round's dense cost is for the peers that took part in it; the rejoined peer's missed rounds do not count.
         rosters = {r["round"]: int(r["roster"]) for r in everything if "roster" in r}
+        if self.gossips:  # as many updates as there are peers make one round
+            included = int(self.peers[0].status["round"])
+            rosters = dict.fromkeys(range(round(included / len(self.peers))), len(self.peers))
         return {
             "peers": len(self.peers),
             "rounds": self.rounds,
             "mode": self.options.mode,
             "compression": self.compression,
             "parameters": d,
-            "reward_first": reward_of(min(r["round"] for r in everything if r.get("samples"))),
-            "reward_last": reward_of(self.rounds),
-            "accuracy_first": evaluations[0]["eval_accuracy"] if evaluations else None,
-            "accuracy_last": evaluations[-1]["eval_accuracy"] if evaluations else None,
+            "reward_first": self._reward(everything, min(r["step"] for r in everything if r.get("samples")))[0],
+            "reward_last": self._reward(everything, self.rounds)[0],
+            "accuracy_first": accuracy[0] if accuracy else None,
+            "accuracy_last": accuracy[-1] if accuracy else None,
             "state_hashes": hashes,
             "identical": len(set(hashes.values())) == 1 and len(vectors) == 1,
             "killed": self.killed_round > 0,
@@ -249,6 +282,20 @@ class Demo:
             "warmup_seconds": self.peers[0].status.get("warmup_seconds", 0.0),
             "seconds": round(seconds, 1),
         }
+
+    async def _evaluate(self) -> float:
+        """Held-out accuracy of the state that all have now: the first peer leaves with it and `shoal eval` measures it."""
+        peer = self.peers[0]
+        assert peer.process is not None
+        peer.process.terminate()
+        await asyncio.wait_for(peer.process.wait(), LEAVE_SECONDS)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "shoal.node.cli", "eval", "--data-dir", str(peer.data_dir), "--json",
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        output, _ = await asyncio.wait_for(process.communicate(), STALL_SECONDS)
+        return float(json.loads(output.splitlines()[-1])["accuracy"])
 
     async def close(self) -> None:
         """End every child: a clean leave first, then SIGKILL for whatever is left."""

@@ -160,6 +160,7 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
         download=node.download_snapshot,
         grew=lambda keys, peer: gossip.grew(keys, peer),
         again=lambda peer: gossip.due(peer),
+        hold=lambda: node.hold("exchanging", gossip.published + 1),
         trouble=node.trouble,
         say=node.say,
     )

@@ -151,8 +151,9 @@ class Keeper:
         checked: CheckedCommit | None,
         work: Work | None,
         traffic: dict[str, int],
+        published: int | None = None,
     ) -> None:
-        """One line of history."""
+        """One line of history. `published`, in gossip mode: this peer's updates so far."""
         record: dict[str, Any] = {"round": state.round, "state_hash": state.hash.hex()[:16], "bytes": traffic}
         if checked is not None and applied is not None:
             record |= {
@@ -162,6 +163,8 @@ class Keeper:
                 "split": checked.split,
                 "exchange": checked.value.exchange.name.lower(),
             }
+        if published is not None:
+            record["published"] = published
         if work is not None:
             record |= {"samples": work.result.weight, "steps": work.steps, "seconds": round(work.seconds, 3)}
             record |= {k: round(v, 6) for k, v in work.result.metrics.items()}

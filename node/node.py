@@ -534,9 +534,9 @@ class Node:
 
     async def record_gossip(self, work: Work | None) -> None:
         """One line of history: what was trained, and the state after it."""
-        assert self.rounds is not None
-        state, traffic = self.rounds.state, self.traffic()
-        await self.clock.run(lambda: self.keeper.record(state, None, None, work, traffic))
+        assert isinstance(self.rounds, Gossip)
+        state, traffic, published = self.rounds.state, self.traffic(), self.rounds.published
+        await self.clock.run(lambda: self.keeper.record(state, None, None, work, traffic, published))
         if work is not None and work.seconds > 0 and self.members is not None:
             self.members.set_speed(work.result.weight / work.seconds)
 
@@ -705,7 +705,7 @@ class Node:
     async def hold(self, phase: str, round_: int) -> None:
         """Test-only: wait in a phase while the file `holding` is there. Once per process."""
         wanted, _, at = self._first_config.node.test_hold.partition("@")
-        if phase != wanted or self._held or (at and int(at) != round_):
+        if phase != wanted or self._held or (at and int(at) > round_):
             return
         marker = self.data.path / "holding"
         if not marker.exists():

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.wire_pb2 import Summary
+from .swarm.gossip import Gossip
 
 if TYPE_CHECKING:
     from .node import Node
@@ -40,6 +41,7 @@ def describe(node: Node) -> dict[str, Any]:
     return status | {
         "round": state.round,
         "saved_round": rounds.durable_round,
+        "published": rounds.published if isinstance(rounds, Gossip) else None,
         "rounds_max": rounds.settings.rounds_max,
         "finished": rounds.finished,
         "lineage": state.lineage.hex(),

@@ -25,12 +25,18 @@ def _status_lines(status: dict[str, Any]) -> list[str]:
     if "round" not in status:
         return [*lines, f"  {status['phase']} since {status['uptime_seconds']:.0f} s", *warnings]
     last = f" of {status['rounds_max']}" if status["rounds_max"] else ""
-    lines.append(f"  round {status['round']}{last} committed, now {status['phase']}; state {status['state_hash'][:16]}")
+    state = f"now {status['phase']}; state {status['state_hash'][:16]}"
     have, want = status["swarm_samples"], status["target_samples"]
-    lines.append(f"  {have} of {want} samples for the next round, {status['samples']} of them here")
+    if status["published"] is None:
+        lines.append(f"  round {status['round']}{last} committed, {state}")
+        lines.append(f"  {have} of {want} samples for the next round, {status['samples']} of them here")
+    else:
+        lines.append(f"  {status['round']} updates included, {status['published']}{last} published here, {state}")
+        lines.append(f"  {status['samples']} of {want} samples for the next update")
     alone = "  ALONE: training goes on by itself" if status["alone"] else ""
-    lines.append(f"  {status['alive']} alive, {len(status['electorate'])} in the electorate{alone}")
-    if not status["member"]:
+    electorate = f", {len(status['electorate'])} in the electorate" if status["published"] is None else ""
+    lines.append(f"  {status['alive']} alive{electorate}{alone}")
+    if not status["member"] and status["published"] is None:
         lines.append("  not a member yet: named in the next commit")
     if status["metrics"]:
         lines.append("  " + "  ".join(f"{k} {v:.4g}" for k, v in sorted(status["metrics"].items())))

@@ -36,6 +36,8 @@ from .state import SharedState
 
 # Exchanges and fetches that we open at once; what others open is bounded by their number.
 EXCHANGES_MAX = 4
+# An exchange that shows that another is needed is followed by it after this pause: two that cannot agree yet must not spin.
+AGAIN_SECONDS = 0.5
 # Chains that one message of news names; the rest comes with the next exchange.
 NEWS_MAX = 1024
 # A checkpoint holds the whole log: a new one is written when the log has grown by this share, or after this time.
@@ -101,15 +103,15 @@ class Gossip:
         self._life_over, self._save, self._record = life_over, save, record
         self._say, self._hold, self._started = say, hold, started
         self.progress = Progress()
-        self.published = 0  # own updates in this run
         self.journal_trouble = ""
         self.durable_round = self.state.round
-        self._saved_at, self._saved_bytes = clock.now(), replica.log.log_bytes
+        self._saved_at, self._saved_bytes, self._saved_digest = clock.now(), replica.log.log_bytes, replica.log.digest
+        self._saving = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._leaving = False
         self._wake = asyncio.Event()
         self._news: dict[str, Tops] = {}  # peers that told of something we lack, in the order heard
-        self._due: dict[str, None] = {}  # peers that an exchange is due with
+        self._due: dict[str, float] = {}  # peers that an exchange is due with, and from when on
         self._round_started = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()  # peers with a stream that we opened
@@ -125,6 +127,11 @@ class Gossip:
     def state(self) -> SharedState:
         """The shared state as the log has it now. Its round is the number of updates included."""
         return self.replica.state
+
+    @property
+    def published(self) -> int:
+        """Own updates that the log has, of all lives."""
+        return sum(seq for (peer, _), (seq, _) in self.log.vector.entries.items() if peer == self.me)
 
     @property
     def finished(self) -> bool:
@@ -159,6 +166,8 @@ class Gossip:
         for peer in self._rng.sample(sorted(self._alive()), min(2, len(self._alive()))):
             if self._clock.now() < deadline:
                 handed |= await self._exchange.exchange(peer)
+        if self.log.digest != self._saved_digest:
+            await self._save_all(None)
         self.stop()
         return handed
 
@@ -182,8 +191,8 @@ class Gossip:
         self._say("updates taken back", level="warning", updates=len(retraction.dots), reason=retraction.reason)
 
     def due(self, peer: str) -> None:
-        """An exchange with this peer is due."""
-        self._due[peer] = None
+        """Another exchange with this peer is due soon."""
+        self._due.setdefault(peer, self._clock.now() + AGAIN_SECONDS)
         self._wake.set()
 
     def grew(self, keys: set[Key], but: str = "") -> None:
@@ -265,11 +274,13 @@ class Gossip:
             await self._save_all(work)
 
     async def _save_all(self, work: Work | None) -> None:
-        vector, round_ = self.log.vector, self.state.round
-        self._saved_at, self._saved_bytes = self._clock.now(), self.log.log_bytes
-        if await self._save(work):
-            self.replica.made_durable(vector)
-            self.durable_round = round_
+        async with self._saving:
+            vector, round_ = self.log.vector, self.state.round
+            self._saved_at, self._saved_bytes = self._clock.now(), self.log.log_bytes
+            self._saved_digest = self.log.digest
+            if await self._save(work):
+                self.replica.made_durable(vector)
+                self.durable_round = round_
 
     def _include_own(self, header: Header, work: Work) -> None:
         """The update is in the journal: now it counts here, and others may hear of it."""
@@ -281,7 +292,6 @@ class Gossip:
             self._life_over()
             return
         added = self.replica.add(header, self._payload_of(dot))
-        self.published += 1
         self.progress.rounds_done += 1
         self._say(
             "update published",
@@ -304,31 +314,33 @@ class Gossip:
         next_at = self._clock.now() + self.settings.interval_s * self._rng.random()
         while not self._stopping.is_set():
             try:
-                await asyncio.wait_for(self._wake.wait(), max(0.0, next_at - self._clock.now()))
-                due = self._clock.now() >= next_at
+                room = len(self._busy) < EXCHANGES_MAX  # else the end of a transfer wakes us
+                until = min([next_at, *(at for peer, at in self._due.items() if room and peer not in self._busy)])
+                await asyncio.wait_for(self._wake.wait(), max(0.0, until - self._clock.now()))
             except asyncio.TimeoutError:
-                due = True
+                pass
             self._wake.clear()
-            if due:
+            if self._clock.now() >= next_at:
                 # ± 25 %, or all would meet at once.
                 next_at = self._clock.now() + self.settings.interval_s * (0.75 + 0.5 * self._rng.random())
                 if alive := sorted(self._alive()):
-                    self._due.setdefault(self._rng.choice(alive))
+                    self._due[self._rng.choice(alive)] = self._clock.now()
             self._start_some()
 
     def _start_some(self) -> None:
-        for peer in [*self._due, *self._news]:
+        now = self._clock.now()
+        for peer in [*(peer for peer, at in self._due.items() if at <= now), *self._news]:
             if len(self._busy) >= EXCHANGES_MAX:
                 return
             if self._banned(peer):
                 self._due.pop(peer, None)
                 self._news.pop(peer, None)
             elif peer not in self._busy:
-                if peer in self._due:  # brings what the news was about, too
+                if self._due.get(peer, now + 1) <= now:  # brings what the news was about, too
                     del self._due[peer]
                     self._news.pop(peer, None)
                     self._begin(peer, self._exchange.exchange(peer))
-                else:
+                elif peer in self._news:
                     self._begin(peer, self._exchange.fetch(peer, self._news.pop(peer)))
 
     def _begin(self, peer: str, transfer: Coroutine[Any, Any, bool]) -> None:

@@ -61,6 +61,7 @@ class GossipExchange:
         download: Callable[[str, bytes], Awaitable[Snapshot | None]],
         grew: Callable[[set[Key], str], None],
         again: Callable[[str], None],
+        hold: Callable[[], Awaitable[None]],
         trouble: Callable[[str, BaseException], None],
         say: Callable[..., None],
     ) -> None:
@@ -71,12 +72,13 @@ class GossipExchange:
             download: the state at a peer's floor, by the hash of its file; from everybody who has it.
             grew: told of chains that grew, and by whom.
             again: another exchange with this peer is due soon.
+            hold: test-only; awaited in the middle of what we opened.
         """
         self._run_id, self._clock, self.replica = run_id, clock, replica
         self._payload_bytes_max = payload_bytes_max
         self._open, self._equivocation, self._send_proof = open_stream, equivocation, send_proof
         self._download, self._grew, self._again = download, grew, again
-        self._trouble, self._say = trouble, say
+        self._hold, self._trouble, self._say = hold, trouble, say
         self._claims: dict[Key, float] = {}  # chains that are being fetched, and until when
         self._suspect: dict[str, set[Key]] = {}  # peer → chains whose heads differ from ours
         self._starved: dict[Key, int] = {}
@@ -92,6 +94,7 @@ class GossipExchange:
     async def _exchange(self, peer: str, stream: Stream) -> None:
         ours = self.replica.hello()
         await _send_hello(stream, ours)
+        await self._hold()
         await self._transfer(peer, stream, ours, await _read_hello(stream))
 
     async def serve(self, peer: str, stream: Stream) -> None:
@@ -111,6 +114,7 @@ class GossipExchange:
             self.fetches += 1
             with self._claiming(wanted):
                 await stream.send(gossip_wire.encode_want(wanted))
+                await self._hold()
                 got = await self._receive(peer, stream)
             if got:
                 self._grew(got, peer)

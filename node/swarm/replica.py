@@ -207,16 +207,22 @@ class Replica:
         Args:
             our_weight, their_weight: concurrent weight of each, as far as its log is kept.
         """
-        if ours.base == theirs.base and _beyond(ours.frontier, theirs.tops) and _beyond(theirs.frontier, ours.tops):
+        ours_first = (-ours.total_weight, ours.state_hash) < (-theirs.total_weight, theirs.state_hash)
+        heavier = Kind.KEEP if ours_first else Kind.TAKE
+        ours_beyond, theirs_beyond = _beyond(ours.frontier, theirs.tops), _beyond(theirs.frontier, ours.tops)
+        if ours.base == theirs.base and ours_beyond and theirs_beyond:
             # Each side calls final what the other has not: neither can have the other's log any more.
-            ours_first = (-ours.total_weight, ours.state_hash) < (-theirs.total_weight, theirs.state_hash)
-            return Decision(Kind.KEEP if ours_first else Kind.TAKE, "both sides have compacted what the other lacks")
-        return heal(
+            return Decision(heavier, "both sides have compacted what the other lacks")
+        decision = heal(
             Side(ours.total_weight, our_weight, ours.state_hash, ours.base),
             Side(theirs.total_weight, their_weight, theirs.state_hash, theirs.base),
             heal_max=self.settings.heal_max,
             rule=self.settings.heal_rule,
         )
+        if decision.kind is Kind.MERGE and ours.base == theirs.base and (ours_beyond or theirs_beyond):
+            # The average needs the signed updates of both sides, and one has dropped some that it calls final.
+            return Decision(heavier, "one side has compacted what the other lacks")
+        return decision
 
     def join_limits(self, limits: Mapping[Key, int]) -> None:
         """Chains that another peer of our side has ended."""

@@ -37,6 +37,7 @@ STATUS = {
     "uptime_seconds": 3.0,
     "warnings": ["the disk is slow"],
     "round": 4,
+    "published": None,
     "rounds_max": 16,
     "state_hash": "ab" * 32,
     "samples": 100,
@@ -344,6 +345,12 @@ def test_the_data_directory_may_come_from_the_environment(tmp_path, monkeypatch,
 def test_status_while_starting():
     early = {k: STATUS[k] for k in ("peer_id", "name", "run_id", "phase", "uptime_seconds", "warnings")}
     assert "training since 3 s" in describe_status(early)
+
+
+def test_status_of_gossip_mode_counts_updates():
+    text = describe_status({**STATUS, "published": 3})
+    assert "4 updates included, 3 of 16 published here" in text and "100 of 4096 samples for the next update" in text
+    assert "round" not in text.replace("in rounds", "") and "electorate" not in text and "member" not in text
 
 
 def test_peers(tmp_path, capsys):
