@@ -246,6 +246,8 @@ STUDIES = (
     Study("bandit", 1, evenly(240, 24), "reward", False, False),
     Study("grpo", 2, evenly(48, 8), "reward", False, False, EXCHANGES[:5]),
     Study("grpo", 8, evenly(12, 4), "reward", False, False, EXCHANGES[:3]),
+    # Three times as long, for the exchange that the 48 rounds leave behind.
+    Study("grpo", 2, evenly(144, 12), "reward", False, False, EXCHANGES[:3]),
 )
 
 
