@@ -56,6 +56,8 @@ ROSTER_MAX: Final = 256  # peers in one ring; the manifest's ring_size_max is lo
 ATTEMPTS_MAX: Final = 1_000_000  # an attempt number above this is nonsense
 CHUNKS_MAX: Final = ROSTER_MAX
 COMMIT_RECORDS_KEPT: Final = 1000  # rounds; the fork point of a longer partition is unknown and a person decides
+# All of them, encoded. A commit of 64 peers is ~25 KiB, so that of the largest rings fewer than 1,000 are handed on.
+COMMIT_RECORDS_BYTES_MAX: Final = 64 * 1024**2
 COMMITS_PER_REPLY_MAX: Final = 32
 WEIGHT_MAX: Final = 2**40  # a claimed weight above this is nonsense
 
