@@ -101,6 +101,9 @@ class TaskConfig(Table):
         return self
 
 
+WEIGHT_MAX = 1e6  # of a reward; sums of weighted rewards must stay finite
+
+
 class RewardsConfig(Table):
     """How a completion is scored."""
 
@@ -141,6 +144,8 @@ class RewardsConfig(Table):
             raise ValueError(f"functions = {self.functions} names one function twice")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
+        if not all(abs(weight) <= WEIGHT_MAX for weight in self.weights or ()):  # NaN is not, either
+            raise ValueError(f"weights = {self.weights}: each must be a number from {-WEIGHT_MAX:g} to {WEIGHT_MAX:g}")
         return self
 
 

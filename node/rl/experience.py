@@ -94,6 +94,7 @@ def collect(
         "reward_failures": float(len(scored.failures)),
         **{f"reward/{name}": value for name, value in scored.means.items()},
         **{f"reward_failed/{name}": float(name in scored.failures) for name, n in rewards.failures.items() if n},
+        **{f"reward_clipped/{name}": float(scored.clipped.get(name, 0)) for name in rewards.clipped},
         **{f"logged/{name}": value for name, value in scored.metrics.items()},
     }
     if not sampler.is_trainer:

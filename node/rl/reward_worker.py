@@ -1,11 +1,13 @@
-"""The process that runs a file of reward functions: reads calls from stdin, writes results to stdout, one JSON line each.
+"""The process that runs a file of reward functions: reads calls from a pipe, writes results to another, one JSON line each.
 
-Run as a script, with the file as its argument. Imports nothing of shoal, so that it starts fast. Being a process of its
-own, with the main thread free, it may use signals (as some answer checkers do) and can be killed when it overruns.
+Run by `reward_guard.py` as a script, with the file and the numbers of the two pipes as arguments. Imports nothing of
+shoal, so that it starts fast. Being a process of its own, with the main thread free, it may use signals (as some answer
+checkers do) and can be killed when it overruns.
 
 A call names functions and gives what TRL gives: `prompts`, `completions`, `completion_ids`, the columns, `trainer_state`,
 `log_metric` and `log_extra`. Async functions of one call run concurrently, each with the time limit of its own; a sync
-function is ended from outside.
+function is ended from outside. Functions may fork: a child has no part in the pipes, and one that comes back from a
+function ends there.
 """
 
 from __future__ import annotations
@@ -16,17 +18,13 @@ import inspect
 import json
 import math
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 METRICS_MAX = 64  # names that `log_metric` takes per call
-PARENT_SECONDS = 1.0  # how often to look whether the node still lives
 
 
 def load_functions(file: Path) -> dict[str, Callable[..., Any]]:
@@ -123,34 +121,45 @@ async def _await(result: Any) -> Any:
     return await result
 
 
-def end_with_the_parent(parent: int) -> None:
-    """When the node is gone, however it went, so are this process and all that it started."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+def leave_pipes_to_the_parent(*pipes: int) -> None:
+    """In every fork, put nothing in the place of the pipes: it must neither take requests nor hold up their end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+
+    def replace() -> None:
+        for pipe in pipes:
+            os.dup2(nothing, pipe, inheritable=False)
+
+    for pipe in pipes:
+        os.set_inheritable(pipe, False)
+    os.register_at_fork(after_in_child=replace)
 
 
 def main() -> None:
-    """Serve until stdin closes. The group's leader, so that one signal ends what reward functions started as well."""
-    threading.Thread(target=end_with_the_parent, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the user's file prints goes to stderr, not between the answers
+    """Serve until the node closes its end."""
+    file, requests, answers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    leave_pipes_to_the_parent(requests, answers)
+    me = os.getpid()
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def answer(number: int, value: dict[str, Any]) -> None:
+        if os.getpid() != me:
+            os._exit(0)
+        line = json.dumps({"id": number, **value}).encode() + b"\n"
+        while line:
+            line = line[os.write(answers, line) :]
 
     try:
-        functions = load_functions(Path(sys.argv[1]))
+        functions = load_functions(file)
     except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
+        answer(0, {"error": f"{type(error).__name__}: {error}"})
         return
     own = sorted(name for name, function in functions.items() if is_own(function))
-    answer({"functions": {name: is_async(function) for name, function in functions.items()}, "own": own})
+    answer(0, {"functions": {name: is_async(function) for name, function in functions.items()}, "own": own})
     loop = asyncio.new_event_loop()  # one for all calls: clients that a file keeps open belong to a loop
     asyncio.set_event_loop(loop)
-    for line in sys.stdin:
-        answer(call(functions, json.loads(line), loop))
+    with os.fdopen(requests, "rb") as lines:
+        for line in lines:
+            request = json.loads(line)
+            answer(request["id"], call(functions, request, loop))
 
 
 if __name__ == "__main__":

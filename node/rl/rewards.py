@@ -5,7 +5,7 @@ data set columns, `completion_ids`, `trainer_state`, `log_metric` and `log_extra
 conversational prompt makes conversational completions. The file, and whatever built-in reward is slow or unsafe, runs
 in a worker process of its own (`reward_worker.py`), with a time limit that really ends it. A function that raises,
 overruns or returns nonsense is counted by name and taken as "does not apply"; it never stops training. `None` means
-"does not apply".
+"does not apply". Rewards beyond +-REWARD_MAX are cut to it, and counted by name.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ CHEAP = ("task", "exact", "format", "think_format", "regex", "overlong")
 SLOW = {"math": "math_verify", "code": ""}  # in a worker process; the package that each needs
 MODELS = ("judge", "reward_model")  # given to `Rewards` by whoever builds it
 BUILT_IN = (*CHEAP, *SLOW, *MODELS)
+
+# Rewards beyond this are cut to it and counted: of larger ones the squares and sums that advantages are made of overflow.
+REWARD_MAX = 1e15
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Scored:
         means: mean per function over the completions it applies to.
         failures: why a function gave nothing for this batch, by name.
         values: each function's rewards, one per completion, unweighted.
+        clipped: how many of them were cut to +-REWARD_MAX, by name.
         metrics: what functions gave to `log_metric`, averaged by name; and what the models measure of themselves.
     """
 
@@ -72,6 +76,7 @@ class Scored:
     failures: dict[str, str] = field(default_factory=dict)
     values: dict[str, list[float | None]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    clipped: dict[str, int] = field(default_factory=dict)
 
 
 class Rewards:
@@ -80,6 +85,7 @@ class Rewards:
     Attributes:
         failures: batches for which a function failed since the start, by name.
         last_failure: the latest reason, by name.
+        clipped: rewards cut to +-REWARD_MAX since the start, by name; only those that ever were.
         global_step: what reward functions see as `trainer_state.global_step`; the learner's to set.
     """
 
@@ -111,6 +117,7 @@ class Rewards:
         self._models = models or {}
         self.failures = dict.fromkeys(config.functions, 0)
         self.last_failure: dict[str, str] = {}
+        self.clipped: dict[str, int] = {}
         self.global_step = 0
         self._workers: dict[tuple[str, ...], RewardWorker] = {}  # by the names that each runs
         try:
@@ -174,12 +181,16 @@ class Rewards:
         raw, metrics = self._called(batch)
         values: dict[str, list[float | None]] = {}
         failed: dict[str, str] = {}
+        clipped: dict[str, int] = {}
         for name in self._config.functions:
             try:
                 found = raw[name] if name in raw else self._inside(name, batch)
                 if isinstance(found, Exception):
                     raise found
-                values[name] = _checked(found, len(texts))
+                values[name], cut = _checked(found, len(texts))
+                if cut:
+                    clipped[name] = cut
+                    self._count_clipped(name, cut)
             except Exception as error:  # a reward is the user's code or a task's parser: anything may come out of it
                 failed[name] = f"{type(error).__name__}: {error}"
                 values[name] = [None] * len(texts)
@@ -192,6 +203,7 @@ class Rewards:
             failures=failed,
             values=values,
             metrics=metrics,
+            clipped=clipped,
         )
 
     @property
@@ -255,6 +267,11 @@ class Rewards:
         if self.failures[name].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
             log.warning("reward %r failed (%d times so far): %s", name, self.failures[name], reason)
 
+    def _count_clipped(self, name: str, cut: int) -> None:
+        if name not in self.clipped:
+            log.warning("reward %r gave %d values beyond +-%g; they count as that much", name, cut, REWARD_MAX)
+        self.clipped[name] = self.clipped.get(name, 0) + cut
+
     def _combine(self, row: list[float | None]) -> float | None:
         known = [w * v for w, v in zip(self._weights, row, strict=True) if v is not None]
         return math.fsum(known) if known else None
@@ -291,14 +308,17 @@ def _columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
     return {k: [e.answer if k == "answer" else e.columns.get(k) for e in examples] for k in names if k not in reserved}
 
 
-def _checked(raw: Any, n: int) -> list[float | None]:
+def _checked(raw: Any, n: int) -> tuple[list[float | None], int]:
+    """The values as floats, and how many of them were cut to +-REWARD_MAX."""
     if not isinstance(raw, list) or len(raw) != n:
         found = f"{len(raw)} values" if isinstance(raw, list) else f"a {type(raw).__name__}"
         raise ValueError(f"returned {found} for {n} completions")
     for value in raw:
         if value is not None and (isinstance(value, str) or not math.isfinite(float(value))):
             raise ValueError(f"returned {value!r} where a finite number or None is expected")
-    return [None if value is None else float(value) for value in raw]
+    values = [None if value is None else float(value) for value in raw]
+    cut = sum(value is not None and abs(value) > REWARD_MAX for value in values)
+    return [None if value is None else max(-REWARD_MAX, min(REWARD_MAX, value)) for value in values], cut
 
 
 def _mean(column: list[float | None]) -> float:

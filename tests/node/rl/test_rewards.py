@@ -1,17 +1,24 @@
 """Rewards: built-ins, a user's file in its own process, missing and failing values."""
 
+import math
+import os
+import subprocess
+import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from shoal.node.rl.advantages import combined_advantages
 from shoal.node.rl.builtin_rewards import soft_overlong
-from shoal.node.rl.config import RewardsConfig, TaskConfig
-from shoal.node.rl.rewards import Rewards
+from shoal.node.rl.config import WEIGHT_MAX, RewardsConfig, TaskConfig
+from shoal.node.rl.rewards import REWARD_MAX, Rewards
 from shoal.node.rl.tasks import Example, load_task
 from shoal.protocol.errors import ExitCode, ShoalError
 
@@ -82,6 +89,66 @@ FILE = """
         while True:
             time.sleep(60)
 
+    def forks(prompts, completions, answer, **kwargs):
+        import os
+        child = os.fork()  # both come back from here
+        if child:
+            os.waitpid(child, 0)
+        return [float(answer[0]), float(child != 0)]
+
+    def forks_and_reads(prompts, completions, answer, **kwargs):
+        import os, sys
+        if os.fork() == 0:
+            while True:  # would take the next request, or answer in the place of the other
+                os.write(int(sys.argv[3]), b'{"id": 1, "results": {}, "metrics": {}}\\n')
+                if not os.read(int(sys.argv[2]), 1):
+                    os._exit(0)
+        return [float(answer[0]), 1.0]
+
+    def forks_behind_pythons_back(prompts, completions, answer, **kwargs):
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        child = libc.fork()  # without the hooks of os.fork
+        if child:
+            os.waitpid(child, 0)
+        return [float(answer[0]), float(child != 0)]
+
+    def answers_twice(prompts, completions, answer, **kwargs):
+        import os, sys
+        stale = b'{"id": 0, "results": {"answers_twice": {"values": [-1, -1]}}, "metrics": {}}\\n'
+        os.write(int(sys.argv[3]), stale)
+        return [float(answer[0]), 1.0]
+
+    def speaks_nonsense(prompts, completions, **kwargs):
+        import os, sys
+        os.write(int(sys.argv[3]), b"nonsense\\n")
+        return [1.0, 1.0]
+
+    def reads_and_prints(prompts, completions, **kwargs):
+        import sys
+        print('{"id": 1, "results": {}, "metrics": {}}', flush=True)
+        return [float(len(sys.stdin.read())), 1.0]
+
+    def huge(prompts, completions, **kwargs):
+        return [1e308, -1e308]
+
+    def hides_a_child(prompts, completions, answer, **kwargs):
+        import os
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.setsid()
+                open(answer[0] + ".tmp", "w").write(str(os.getpid()))
+                os.rename(answer[0] + ".tmp", answer[0])
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        while not os.path.exists(answer[0]):
+            time.sleep(0.01)
+        if answer[-1] == "stay":
+            time.sleep(600)
+        return [1.0] * len(completions)
+
     def dies(prompts, completions, **kwargs):
         import os
         os._exit(3)
@@ -140,7 +207,8 @@ def test_conversational_completions(task, file):
     [
         ("broken", "oops"),
         ("short", "1 values for 2"),
-        ("dies", "exit status"),
+        ("dies", "exit status 3"),
+        ("speaks_nonsense", "sent no answer"),
         ("slow", "no answer"),
         ("never", "no answer"),
     ],
@@ -194,6 +262,113 @@ def test_what_a_function_started_ends_with_it(task, file, tmp_path):
             time.sleep(0.02)  # poll interval of a bounded wait
     finally:
         rewards.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["forks", "forks_and_reads", "forks_behind_pythons_back", "answers_twice", "reads_and_prints"]
+)
+def test_every_call_gets_its_own_answer(task, file, name):
+    rewards = Rewards(RewardsConfig(functions=[name], timeout_seconds=20), task, file)
+    try:
+        for call in range(4):
+            examples = [Example(prompt="p", answer=str(call))] * 2
+            result = rewards.score(examples, ["p"] * 2, ["c"] * 2, ["c"] * 2, [[1]] * 2)
+            assert not result.failures
+            assert result.total == [0.0 if name == "reads_and_prints" else float(call), 1.0]
+    finally:
+        rewards.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a child subreaper")
+@pytest.mark.parametrize("then", ["stay", "return", "die"])
+def test_a_process_that_left_the_session_ends_too(task, file, tmp_path, then):
+    told = tmp_path / "pid"
+    functions = ["hides_a_child", "dies"] if then == "die" else ["hides_a_child"]
+    limit = 3.0 if then == "stay" else 30.0
+    rewards = Rewards(RewardsConfig(functions=functions, timeout_seconds=limit), task, file)
+    try:
+        examples = [Example(prompt="p", answer=a) for a in (str(told), then)]
+        result = rewards.score(examples, ["p"] * 2, ["c"] * 2, ["c"] * 2, [[1]] * 2)
+        assert ("no answer" in result.failures.get("hides_a_child", "")) == (then == "stay")
+    finally:
+        rewards.close()
+    hidden = int(told.read_text())
+    deadline = time.monotonic() + 20
+    while _runs(hidden):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # poll interval of a bounded wait
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_when_the_node_is_killed_its_rewards_end(tmp_path, file):
+    told = tmp_path / "pid"
+    program = f"""
+from pathlib import Path
+from shoal.node.rl.reward_process import RewardWorker
+worker = RewardWorker(Path({str(file)!r}))
+worker.start()
+worker.call(["hides_a_child"], {{"prompts": [], "completions": [], "answer": [{str(told)!r}, "stay"]}}, timeout_seconds=600)
+"""
+    node = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        deadline = time.monotonic() + 60
+        while not told.exists():
+            assert time.monotonic() < deadline and node.poll() is None
+            time.sleep(0.02)  # poll interval of a bounded wait
+    finally:
+        node.kill()
+        node.wait(10)
+    while _runs(int(told.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # poll interval of a bounded wait
+
+
+def test_calls_leave_no_descriptor_thread_or_process_behind(task, file):
+    before = _held()
+    rewards = Rewards(RewardsConfig(functions=["length", "dies", "never"], timeout_seconds=0.5), task, file)
+    try:
+        for _ in range(3):
+            score(rewards)
+    finally:
+        rewards.close()
+    assert _held() == before
+
+
+def _held():
+    return len(os.listdir("/dev/fd")), threading.active_count()
+
+
+def test_huge_rewards_are_cut_and_counted(task, file):
+    rewards = Rewards(RewardsConfig(functions=["huge", "task"], weights=[1e6, 1.0]), task, file)
+    try:
+        for n in (1, 2):
+            result = score(rewards)
+            assert result.values["huge"] == [REWARD_MAX, -REWARD_MAX]
+            assert result.clipped == {"huge": 2}
+            assert rewards.clipped == {"huge": 2 * n}
+            assert not result.failures
+            assert all(math.isfinite(total) for total in result.total)
+    finally:
+        rewards.close()
+
+
+@given(
+    st.lists(st.tuples(*[st.none() | st.floats(-REWARD_MAX, REWARD_MAX)] * 2), min_size=2, max_size=12),
+    st.tuples(*[st.floats(-WEIGHT_MAX, WEIGHT_MAX)] * 2),
+    st.sampled_from(["sum_then_normalize", "normalize_then_sum"]),
+)
+def test_what_is_cut_makes_finite_advantages(rows, weights, aggregation):
+    columns = [list(column) for column in zip(*rows)]
+    found = combined_advantages(columns, list(weights), [len(rows)], aggregation=aggregation)
+    assert np.isfinite(found.values).all()
+    assert np.abs(found.values).max() <= 2 * len(rows)  # a standardized value, or a sum of two
+    assert math.isfinite(found.reward_std)
+
+
+def test_weights_are_finite():
+    for weight in (math.nan, math.inf, 2 * WEIGHT_MAX):
+        with pytest.raises(ValidationError, match="weights"):
+            RewardsConfig(functions=["task"], weights=[weight])
 
 
 def _runs(pid):
