@@ -11,6 +11,7 @@ class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENCODING_UNSPECIFIED: _ClassVar[Encoding]
     SPARSE: _ClassVar[Encoding]
     DENSE: _ClassVar[Encoding]
+    COMBINED: _ClassVar[Encoding]
 
 class Exchange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -21,6 +22,7 @@ class Exchange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ENCODING_UNSPECIFIED: Encoding
 SPARSE: Encoding
 DENSE: Encoding
+COMBINED: Encoding
 EXCHANGE_UNSPECIFIED: Exchange
 RING_SPARSE: Exchange
 RING_DENSE: Exchange
@@ -401,7 +403,7 @@ class Commit(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., value: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("swim", "convene", "join", "roster", "holding", "propose", "vote", "commit", "commit_request", "ban", "gossip_news")
+    __slots__ = ("swim", "convene", "join", "roster", "holding", "propose", "vote", "commit", "commit_request", "ban", "gossip_news", "ring_request", "ring_draw", "ring_place", "seal_request", "seal")
     SWIM_FIELD_NUMBER: _ClassVar[int]
     CONVENE_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +415,11 @@ class Envelope(_message.Message):
     COMMIT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     BAN_FIELD_NUMBER: _ClassVar[int]
     GOSSIP_NEWS_FIELD_NUMBER: _ClassVar[int]
+    RING_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    RING_DRAW_FIELD_NUMBER: _ClassVar[int]
+    RING_PLACE_FIELD_NUMBER: _ClassVar[int]
+    SEAL_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     swim: Swim
     convene: Convene
     join: Signed
@@ -424,7 +431,12 @@ class Envelope(_message.Message):
     commit_request: CommitRequest
     ban: BanNotice
     gossip_news: GossipNews
-    def __init__(self, swim: _Optional[_Union[Swim, _Mapping]] = ..., convene: _Optional[_Union[Convene, _Mapping]] = ..., join: _Optional[_Union[Signed, _Mapping]] = ..., roster: _Optional[_Union[Signed, _Mapping]] = ..., holding: _Optional[_Union[Holding, _Mapping]] = ..., propose: _Optional[_Union[Signed, _Mapping]] = ..., vote: _Optional[_Union[Signed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_request: _Optional[_Union[CommitRequest, _Mapping]] = ..., ban: _Optional[_Union[BanNotice, _Mapping]] = ..., gossip_news: _Optional[_Union[GossipNews, _Mapping]] = ...) -> None: ...
+    ring_request: RingRequest
+    ring_draw: RingDraw
+    ring_place: RingPlace
+    seal_request: SealRequest
+    seal: Signed
+    def __init__(self, swim: _Optional[_Union[Swim, _Mapping]] = ..., convene: _Optional[_Union[Convene, _Mapping]] = ..., join: _Optional[_Union[Signed, _Mapping]] = ..., roster: _Optional[_Union[Signed, _Mapping]] = ..., holding: _Optional[_Union[Holding, _Mapping]] = ..., propose: _Optional[_Union[Signed, _Mapping]] = ..., vote: _Optional[_Union[Signed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_request: _Optional[_Union[CommitRequest, _Mapping]] = ..., ban: _Optional[_Union[BanNotice, _Mapping]] = ..., gossip_news: _Optional[_Union[GossipNews, _Mapping]] = ..., ring_request: _Optional[_Union[RingRequest, _Mapping]] = ..., ring_draw: _Optional[_Union[RingDraw, _Mapping]] = ..., ring_place: _Optional[_Union[RingPlace, _Mapping]] = ..., seal_request: _Optional[_Union[SealRequest, _Mapping]] = ..., seal: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("after_round", "lineage")
@@ -439,6 +451,79 @@ class GossipNews(_message.Message):
     TOPS_FIELD_NUMBER: _ClassVar[int]
     tops: _containers.RepeatedCompositeFieldContainer[VersionEntry]
     def __init__(self, tops: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
+
+class RingRequest(_message.Message):
+    __slots__ = ("round", "nonce")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    nonce: bytes
+    def __init__(self, round: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class RingDraw(_message.Message):
+    __slots__ = ("round", "drawer", "peers", "members")
+    class RingMember(_message.Message):
+        __slots__ = ("peer", "nonce")
+        PEER_FIELD_NUMBER: _ClassVar[int]
+        NONCE_FIELD_NUMBER: _ClassVar[int]
+        peer: str
+        nonce: bytes
+        def __init__(self, peer: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DRAWER_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    drawer: str
+    peers: int
+    members: _containers.RepeatedCompositeFieldContainer[RingDraw.RingMember]
+    def __init__(self, round: _Optional[int] = ..., drawer: _Optional[str] = ..., peers: _Optional[int] = ..., members: _Optional[_Iterable[_Union[RingDraw.RingMember, _Mapping]]] = ...) -> None: ...
+
+class RingPlace(_message.Message):
+    __slots__ = ("nonce", "lineage", "samples")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    lineage: bytes
+    samples: int
+    def __init__(self, nonce: _Optional[bytes] = ..., lineage: _Optional[bytes] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("lineage", "dot")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DOT_FIELD_NUMBER: _ClassVar[int]
+    lineage: bytes
+    dot: Dot
+    def __init__(self, lineage: _Optional[bytes] = ..., dot: _Optional[_Union[Dot, _Mapping]] = ...) -> None: ...
+
+class Seal(_message.Message):
+    __slots__ = ("peer", "lineage", "value_hash", "sum_hash", "dot")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_HASH_FIELD_NUMBER: _ClassVar[int]
+    SUM_HASH_FIELD_NUMBER: _ClassVar[int]
+    DOT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    lineage: bytes
+    value_hash: bytes
+    sum_hash: bytes
+    dot: Dot
+    def __init__(self, peer: _Optional[str] = ..., lineage: _Optional[bytes] = ..., value_hash: _Optional[bytes] = ..., sum_hash: _Optional[bytes] = ..., dot: _Optional[_Union[Dot, _Mapping]] = ...) -> None: ...
+
+class CombinedUpdate(_message.Message):
+    __slots__ = ("draw", "value", "counted", "sum", "seals")
+    DRAW_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    SEALS_FIELD_NUMBER: _ClassVar[int]
+    draw: bytes
+    value: bytes
+    counted: bytes
+    sum: bytes
+    seals: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, draw: _Optional[bytes] = ..., value: _Optional[bytes] = ..., counted: _Optional[bytes] = ..., sum: _Optional[bytes] = ..., seals: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class BanNotice(_message.Message):
     __slots__ = ("peer", "reason", "first", "second")
