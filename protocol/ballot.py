@@ -217,7 +217,7 @@ class Ballot(Convening):
         if peer not in self.electorate:
             if isinstance(message, Join) and message.observer and not self.observing:
                 if peer in self._observers or len(self._observers) < limits.ROSTER_MAX:
-                    self._observers[peer] = (message, self._now)
+                    self._observers[peer] = (message.state_hash, self._now)
                 return None
             return self._note(f"{type(message).__name__} of a stranger ignored")
         if isinstance(message, Join) and message.observer:

@@ -82,7 +82,7 @@ class Attempts:
         self._silent: set[str] = set()
         self._seen: dict[str, int] = {}  # highest attempt heard of, by member
         self._joins: dict[str, Join] = {}  # latest, of the current attempt or a later one
-        self._observers: dict[str, tuple[Join, float]] = {}
+        self._observers: dict[str, tuple[bytes, float]] = {}  # state hash that it stands on, and when it last said so
         self._splits: dict[bytes, tuple[Commit, set[str]]] = {}  # held-back split commits, with who has decided so
         self._answered: dict[str, float] = {}  # DECIDED: when a straggler was last answered
         # What this peer has.

@@ -78,9 +78,7 @@ class Convening(Attempts):
     def _joiners(self, room: int) -> tuple[str, ...]:
         """Observers heard of lately that stand on the same state."""
         fresh = self._now - 8 * self.timing.retry_s
-        named = [
-            p for p, (join, at) in self._observers.items() if at >= fresh and join.state_hash == self.base_state_hash
-        ]
+        named = [p for p, (hash_, at) in self._observers.items() if at >= fresh and hash_ == self.base_state_hash]
         return tuple(sorted(named)[:room])
 
     def _propose(self) -> None:

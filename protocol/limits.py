@@ -55,6 +55,13 @@ HEADER_BYTES_MAX: Final = 512  # a signed UpdateHeader is ~260 B
 ROSTER_MAX: Final = 256  # peers in one ring; the manifest's ring_size_max is lower
 ATTEMPTS_MAX: Final = 1_000_000  # an attempt number above this is nonsense
 CHUNKS_MAX: Final = ROSTER_MAX
+# Messages of the open round that wait for the ballot, which waits for the disk; in all, and an eighth of it of one sender.
+# Senders repeat what is not answered. A decoded message takes a few times its bytes.
+BALLOT_MESSAGES_MAX: Final = 4096
+BALLOT_BYTES_MAX: Final = 32 * 1024**2
+# Those of the next round that arrive while this one is being applied, likewise. A few are enough.
+EARLY_MESSAGES_MAX: Final = 512
+EARLY_BYTES_MAX: Final = 8 * 1024**2
 COMMIT_RECORDS_KEPT: Final = 1000  # rounds; the fork point of a longer partition is unknown and a person decides
 # All of them, encoded. A commit of 64 peers is ~25 KiB, so that of the largest rings fewer than 1,000 are handed on.
 COMMIT_RECORDS_BYTES_MAX: Final = 64 * 1024**2

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from ...protocol import ballot as b
-from ...protocol import ballot_wire
+from ...protocol import ballot_wire, limits
 from ...protocol.ballot_messages import Encoding, Exchange, Message, Roster
 from ...protocol.ballot_rules import choose_exchange
 from ...protocol.commit import CheckedCommit, check_commit
@@ -28,11 +28,7 @@ from .local_work import LocalWork
 from .ring_exchange import RingExchange, Transfer
 from .state import SharedState
 from .updates import UpdateStore
-
-# Messages of the next round that arrive while this one is being applied. Senders repeat, so a few are enough.
-EARLY_MESSAGES_MAX = 256
-# Messages of the open round that wait for the ballot, which waits for the disk. Senders repeat.
-MESSAGES_MAX = 4096
+from .waiting import Room
 
 
 class BallotDriver:
@@ -70,8 +66,11 @@ class BallotDriver:
         self.journal_trouble = ""  # why the journal cannot be written, for status
         self._ballot: b.Ballot | None = None
         self._previous: b.Ballot | None = None
-        self._events: asyncio.Queue[b.Event] = asyncio.Queue()
-        self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY_MESSAGES_MAX)
+        self._events: asyncio.Queue[tuple[b.Event, int]] = asyncio.Queue()  # with the size of a message taken in
+        self._room = Room(limits.BALLOT_MESSAGES_MAX, limits.BALLOT_BYTES_MAX)
+        self._early: deque[tuple[str, Message, int]] = deque()
+        self._early_room = Room(limits.EARLY_MESSAGES_MAX, limits.EARLY_BYTES_MAX)
+        self._dropped = 0  # messages of this round that found no room
         self._timer: asyncio.TimerHandle | None = None
         self._unsaved: b.BallotRecord | None = None  # what the journal has not taken yet
 
@@ -96,14 +95,15 @@ class BallotDriver:
         self.decided = asyncio.get_running_loop().create_future()
         self._unsaved = None
         self._events = asyncio.Queue()
+        self._room.clear()
+        self._dropped = 0
         self.observers_seen = False
-        early, self._early = self._early, deque(maxlen=EARLY_MESSAGES_MAX)
+        early, self._early = self._early, deque()
+        self._early_room.clear()
         self.feed(b.Tick())
-        for peer, message in early:
-            if self._ballot.concerns(message):
-                self.feed(b.Received(peer, message))
-            elif message.round > state.round + 1:
-                self._early.append((peer, message))
+        for peer, message, size in early:
+            if not self.receive(peer, message, size) and message.round > state.round + 1:
+                self.keep_early(peer, message, size)
 
     @property
     def observing(self) -> bool:
@@ -120,23 +120,27 @@ class BallotDriver:
     # ------------------------------------------------------------------------------------------------ events
 
     def feed(self, event: b.Event) -> None:
-        """Queue an event of the open round. Only others' messages can be too many: what this peer has to say comes once."""
-        if isinstance(event, b.Received) and self._events.qsize() >= MESSAGES_MAX:
-            return self._say("too many messages wait for the ballot, one is dropped", level="warning", peer=event.peer)
-        self._events.put_nowait(event)
+        """Queue an event of the open round that this peer itself has to say: it comes once and is never dropped."""
+        self._events.put_nowait((event, 0))
 
-    def receive(self, peer: str, message: Message) -> bool:
-        """Feed a message if it is of the open round. Whether it is."""
+    def receive(self, peer: str, message: Message, size: int) -> bool:
+        """Feed a message of `size` bytes if it is of the open round and there is room for it. Whether it is of the round."""
         if self._ballot is None or not self._ballot.concerns(message):
             return False
         if getattr(message, "observer", False):
             self.observers_seen = True
-        self.feed(b.Received(peer, message))
+        if self._room.take(peer, size):
+            self._events.put_nowait((b.Received(peer, message), size))
+            return True
+        if not self._dropped:
+            self._say("too many messages wait for the ballot, some are dropped", level="warning", peer=peer)
+        self._dropped += 1
         return True
 
-    def keep_early(self, peer: str, message: Message) -> None:
-        """A message of a round that is not open yet."""
-        self._early.append((peer, message))
+    def keep_early(self, peer: str, message: Message, size: int) -> None:
+        """A message of a round that is not open yet; dropped when too many wait."""
+        if self._early_room.take(peer, size):
+            self._early.append((peer, message, size))
 
     def answer(self, peer: str, message: Message) -> None:
         """A straggler of the previous round: the decided ballot answers it."""
@@ -164,7 +168,9 @@ class BallotDriver:
         ballot = self._ballot
         assert ballot is not None
         while True:
-            event = await self._events.get()
+            event, size = await self._events.get()
+            if isinstance(event, b.Received) and size:
+                self._room.give_back(event.peer, size)
             before = ballot.phase
             actions = ballot.handle(self._clock.now(), event)
             muted = not await self._durable()

@@ -30,6 +30,7 @@ from ...protocol.transport import Clock
 from ...protocol.wire_pb2 import Envelope, Summary
 from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
+from .abstention import Abstention
 from .ballot_driver import BallotDriver
 from .catch_up import CatchUp
 from .dense_exchange import DenseExchange
@@ -41,8 +42,6 @@ from .updates import UpdateStore
 
 # Pause between two tries to fetch a committed update that nobody gave, and to save a state that the disk did not take.
 FETCH_RETRY_SECONDS = SAVE_RETRY_SECONDS = 1.0
-# A member that has lost its disk stays out of the ballot for this long at most.
-ABSTAIN_SECONDS = 30.0
 # After this many fruitless tries the state itself is downloaded.
 FETCH_TRIES = 3
 
@@ -129,7 +128,7 @@ class Rounds:
         self._hold = hold
         self._started = started
         self._amnesiac = amnesiac
-        self._abstained_since: float | None = None
+        self._abstention = Abstention(self.me)
         self.progress = Progress()
         self.durable_round = state.round  # saved, or at least tried to
         self.ballot = BallotDriver(
@@ -209,20 +208,21 @@ class Rounds:
         if envelope.WhichOneof("body") == "commit_request":
             return self._catch_up.answer(self, peer, envelope.commit_request)
         message = ballot_wire.decode(envelope, peer, self._run_id)
-        if self.ballot.receive(peer, message):
+        size = envelope.ByteSize()
+        if self.ballot.receive(peer, message, size):
             if isinstance(message, Commit):
                 self._catch_up.hint(peer, message)
             return
         if message.round > self.state.round + 1:
             if not isinstance(message, Commit) and message.round == self.state.round + 2:
-                self.ballot.keep_early(peer, message)
+                self.ballot.keep_early(peer, message, size)
             self._catch_up.hint(peer, message)
         elif isinstance(message, Commit):
             self._catch_up.hint(peer, message)
         elif (record := self.log.get(self.state.lineage)) and record.base_lineage == message.base_lineage:
             self.ballot.answer(peer, message)
         elif message.round == self.state.round + 1:
-            self.ballot.keep_early(peer, message)
+            self.ballot.keep_early(peer, message, size)
             self._catch_up.hint(peer, message)
 
     # ------------------------------------------------------------------------------------------------ rounds
@@ -253,7 +253,8 @@ class Rounds:
         self._replaced.clear()
         self._work.open()
         self._expect(state.electorate)
-        self.ballot.open(state, dead=self._dead(), abstain=self._must_abstain(state))
+        abstain = self._must_abstain(state)
+        self.ballot.open(state, dead=self._dead(), abstain=abstain)
         self._round_started = self._clock.now()
         self.progress.samples = self.progress.steps = 0
         self.progress.metrics = {}
@@ -267,6 +268,7 @@ class Rounds:
         if not member:
             self._say("waiting to be named a joiner", round=state.round + 1, electorate=len(state.electorate))
         replaced = asyncio.ensure_future(self._replaced.wait())
+        timer = self._end_abstention() if abstain else None
         ends = {stop, replaced, self.ballot.decided}
         owned = {pump, watch, *ends} | ({trainer} if trainer else set())
         try:
@@ -278,11 +280,15 @@ class Rounds:
                         owned = owned - {task}
         finally:
             self._work.stop()
+            if timer is not None:
+                timer.cancel()
             pump.cancel()
             replaced.cancel()
-            await asyncio.gather(pump, replaced, return_exceptions=True)
+            died, _ = await asyncio.gather(pump, replaced, return_exceptions=True)
             self.ballot.close("round ended")
             done = await self._await_trainer(trainer)
+        if isinstance(died, Exception):
+            raise died  # in the very moment that the round ended
         if self.state is not state:
             self._saved = await self._save(None, None, done)  # replaced by a download
         elif self.ballot.decided.done():
@@ -291,19 +297,21 @@ class Rounds:
             await self._save(None, None, done)
 
     def _must_abstain(self, state: SharedState) -> bool:
-        """A member that has lost its disk may have voted in this round and not know it: with its second vote two majorities
-        could decide differently. It watches instead and comes back as a joiner; unless the others are too few (of two
-        members both must vote anyway, and the other remembers), or do not decide either in ABSTAIN_SECONDS."""
-        if not self._amnesiac() or self.me not in state.electorate or len(state.electorate) < 3:
+        if not self._amnesiac():
             return False
-        now = self._clock.now()
-        if self._abstained_since is None:
-            self._abstained_since = now
+        begun = self._abstention.until is not None
+        must = self._abstention.must(self._clock.now(), state.electorate)
+        if must and not begun:
             self._say(
                 "abstaining: the disk was lost, earlier votes are not known", level="warning", round=state.round + 1
             )
-            asyncio.get_running_loop().call_later(ABSTAIN_SECONDS, self._replaced.set)
-        return now - self._abstained_since < ABSTAIN_SECONDS
+        return must
+
+    def _end_abstention(self) -> asyncio.TimerHandle:
+        """The round is opened anew, as a voter, when the abstention ends in it."""
+        assert self._abstention.until is not None
+        left = max(0.0, self._abstention.until - self._clock.now())
+        return asyncio.get_running_loop().call_later(left, self._replaced.set)
 
     async def _await_trainer(self, trainer: asyncio.Task[Work | None] | None) -> Work | None:
         """The step under way ends by itself; its result is booked even if this task is being cancelled."""
