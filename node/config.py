@@ -40,9 +40,9 @@ class QuadraticConfig(Table):
 
     dimension: int = Field(default=1000, ge=1, le=100_000_000)
     """Coordinates."""
-    condition: float = Field(default=10.0, ge=1)
+    condition: float = Field(default=10.0, ge=1, le=1e12)
     """Largest over smallest curvature; higher converges slower."""
-    noise: float = Field(default=0.05, ge=0)
+    noise: float = Field(default=0.05, ge=0, le=1e6)
     """Standard deviation of the gradient noise per coordinate."""
     learning_rate: float = Field(default=0.1, gt=0, lt=2)
     """SGD step; above 2 it diverges."""

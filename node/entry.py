@@ -38,6 +38,8 @@ MANIFEST_TRIES = 5
 # Sources of a first state besides the one that answered first, and how long each may take to answer.
 SOURCES_MAX = 8
 SOURCE_SECONDS = 3.0
+# A peer that the invite names has refused us so often, for a reason that waiting does not mend: no other will let us in.
+REFUSALS_MAX = 3
 # A dial of everybody known waits this long for the slowest.
 REDIAL_SECONDS = 15.0
 
@@ -92,7 +94,7 @@ class Entry:
         """Who is connected, or whoever answers first; keeps trying with backoff. Raises ShoalError at the end of trying."""
         if connected := self._mesh.connected():
             return connected
-        attempts = Attempts(self._host.clock.now(), self._seconds_max)
+        attempts, refused = Attempts(self._host.clock.now(), self._seconds_max), 0
         while True:
             invite = self._run.invite
             sources = [
@@ -102,22 +104,24 @@ class Entry:
             ]
             listed = candidates(sources, self._me)
             attempts.failures.clear()
-            refusal: Refused | None = None
+            refusal = final = None
             for candidate in listed:
                 try:
                     await self._mesh.connect(candidate.address, candidate.peer)
                     return [candidate.peer]
                 except Refused as error:
                     refusal = error
+                    final = error if error.permanent and candidate.source == "invite" else final
                     attempts.failed(candidate, f"{error.what}: {error.values}", error.permanent)
                 except (DialError, PeerFault, StreamClosed, asyncio.TimeoutError) as error:
                     permanent = isinstance(error, DialError) and error.kind == "wrong_peer"
                     attempts.failed(candidate, str(error) or type(error).__name__, permanent)
             wait, reason = attempts.next_wait(self._host.clock.now(), self._rng)
             if wait is None:
-                if refusal is not None and attempts.hopeless:
-                    raise refusal  # no address is merely unreachable: what the swarm said is what there is to mend
-                raise attempts.error(reason)
+                # Where no address is merely unreachable, what the swarm said is what there is to mend.
+                raise refusal if refusal is not None and attempts.hopeless else attempts.error(reason)
+            if final is not None and (refused := refused + 1) >= REFUSALS_MAX:
+                raise final
             self._phase("searching for peers")
             self._say("no peer answered yet", level="warning", reason=reason)
             await self._host.clock.sleep(wait)

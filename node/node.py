@@ -405,6 +405,7 @@ class Node:
         if checkpoint is not None:
             await self.clock.run(lambda: self._restore(checkpoint))
         else:
+            self.phase = "measuring the first state"
             await self.clock.run(self._first_save)
         self._make_rounds()
         assert self.rounds is not None and self.members is not None
@@ -680,6 +681,7 @@ class Node:
     async def _care(self) -> None:
         """The peer cache and the secrets, when they changed; and a dial of everybody known while nobody is here."""
         written, dialled_at, pause = (b"", b""), self.clock.now(), REDIAL_SECONDS
+        lonely = False
         while True:
             now = (self.cache.encoded(), self.run_.secrets())
             if now != written:
@@ -694,6 +696,17 @@ class Node:
                 )
                 await self.entry.redial()
                 dialled_at, pause = self.clock.now(), min(2 * pause, REDIAL_SECONDS_MAX)
+            elif not (lonely or self.cache.peers or self.run_.invite) and self._had_company():
+                lonely = True
+                self.warn(
+                    "alone, and where the others are is not known any more: stop, and start with `shoal join INVITE`"
+                )
+
+    def _had_company(self) -> bool:
+        """Whether the state holds anything of other peers."""
+        assert self.rounds is not None
+        state = self.rounds.state
+        return {peer for peer, _ in state.vector.entries} | set(state.electorate) > {self.identity.peer_id}
 
     def _save_cache(self) -> None:
         try:

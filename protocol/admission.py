@@ -93,6 +93,8 @@ class Admission:
         if self.mode == "allowlist":
             return None if peer in self.allowed else "not on the run's allowlist"
         if not hmac.compare_digest(proof, self.prove(role, token_id, transcript)) or not proof:
+            if not token_id and not proof:
+                return "no token was shown, and this run admits by token; ask for an invite that has one"
             return "the token is not of this run" if token_id else "a member's proof is wrong"
         if not token_id or role != "dialer":
             return None

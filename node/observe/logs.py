@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import os
 import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -32,6 +33,14 @@ def _bounded(logger: Any, name: str, event: MutableMapping[str, Any]) -> Mutable
     return event
 
 
+class _PrivateFile(logging.handlers.RotatingFileHandler):
+    """Mode 0600: invites are in it."""
+
+    def _open(self) -> Any:
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, self.mode, encoding="utf-8", errors="backslashreplace")
+
+
 def set_up_logs(data_dir: Path, level: str, peer: str) -> Say:
     """Returns `say(event, level="info", **values)`.
 
@@ -50,9 +59,7 @@ def set_up_logs(data_dir: Path, level: str, peer: str) -> Say:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
 
-    file = logging.handlers.RotatingFileHandler(
-        data_dir / LOG_FILE, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=True
-    )
+    file = _PrivateFile(data_dir / LOG_FILE, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=True)
     file.setFormatter(formatter(structlog.processors.JSONRenderer()))
     file.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
     # A full disk must not stop the node, nor fill stderr with tracebacks of the logger.

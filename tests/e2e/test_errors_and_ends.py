@@ -104,9 +104,16 @@ def test_other_runs_identities_models_and_strangers_are_refused(tmp_path: Path) 
         # A founder has several addresses as a rule; each refuses, and none is merely unreachable.
         twice = f"{address},localhost:{address.rpartition(':')[2]}"
         assert_three_parts(shoal(tmp_path, "join", f"shoal://{peer}@{twice}/{run}"), ExitCode.REFUSED, "token")
+        bare = shoal(tmp_path, "join", f"shoal://{peer}@{address}/{run}")
+        assert_three_parts(bare, ExitCode.REFUSED, "no token was shown")
         one.join()
         used = shoal(tmp_path, "join", one.invite)
         assert_three_parts(used, ExitCode.REFUSED, "another identity")
+        with socket.socket() as nobody:  # that another address is unreachable keeps nobody waiting
+            nobody.bind(("127.0.0.1", 0))
+            more = f"{address},127.0.0.1:{nobody.getsockname()[1]}"
+            used = shoal(tmp_path, "join", f"shoal://{peer}@{more}/{run}#token={token}")
+            assert_three_parts(used, ExitCode.REFUSED, "another identity")
         member = one.nodes[1].status()
         assert member is not None
         elsewhere = f"shoal://{member['peer_id']}@{member['addresses'][0]}/{run}#token={token}"

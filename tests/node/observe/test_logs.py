@@ -29,6 +29,7 @@ def test_an_event_with_its_values(tmp_path, capsys):
     (record,) = records(tmp_path)
     assert record["event"] == "round committed" and record["round"] == 7 and record["split"] is False
     assert record["level"] == "info" and record["peer"] == "abcdef" and record["timestamp"].endswith("Z")
+    assert (tmp_path / LOG_FILE).stat().st_mode & 0o777 == 0o600  # invites are logged, and invites let in
     out, err = capsys.readouterr()
     assert out == "" and "round committed" in err and "round=7" in err
 
