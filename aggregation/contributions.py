@@ -15,10 +15,12 @@ import numpy as np
 
 from ..protocol.ballot_messages import Encoding, Header
 from ..protocol.errors import PeerFault
-from ..protocol.version import sha256
+from ..protocol.rings import decode_combined
+from ..protocol.version import Dot, sha256
 from .compress import Compression, decode
 from .forks import Key, head_of
-from .merge import contribution
+from .hybrid import read_sum
+from .merge import UNIT, contribution
 from .robust import norm
 
 CACHE_BYTES_MAX = 64 * 1024**2  # decoded updates kept; compaction and retraction decode again what fell out
@@ -33,11 +35,13 @@ class GossipRules:
         step_max: an update with `scale * norm` above it is void; 0 means no limit.
         log_bytes_max: headers and payloads kept above the frontier (bytes); 0 means no limit. This one may differ
             between peers.
+        combined: hybrid mode: every update is what a ring's round came to; `step_max` holds for each of its inner ones.
     """
 
     compression: Compression
     step_max: float = 0.0
     log_bytes_max: int = 0
+    combined: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,7 @@ class Record:
     void: bool
     reason: str
     step: float  # scale * norm; 0 when void
+    inner: tuple[Dot, ...] = ()  # hybrid mode: dots in the sum; none when void
 
     @property
     def size(self) -> int:
@@ -74,25 +79,27 @@ class Contributions:
 
     def serve(self, d: int, rules: GossipRules) -> bool:
         """Whether they are right for a log of d coordinates under these rules."""
-        ours = (self.d, self.rules.compression, self.rules.step_max)
-        return ours == (d, rules.compression, rules.step_max)
+        ours = (self.d, self.rules.compression, self.rules.step_max, self.rules.combined)
+        return ours == (d, rules.compression, rules.step_max, rules.combined)
 
     def read(self, header: Header, payload: bytes) -> Record:
         """Check and decode one update.
 
         Raises:
-            PeerFault("bad_payload"): other bytes than the header names, or not decodable under the rules.
+            PeerFault("bad_payload", "bad_ring"): other bytes than the header names, or not decodable under the rules.
             PeerFault("bad_encoding"): the header names an encoding that gossip does not use.
         """
         known = self._records.get(header.update_hash)
         if known is not None and (payload is known.payload or payload == known.payload):
             return known
-        if header.encoding is not Encoding.SPARSE:
-            raise PeerFault("bad_encoding", f"{header.dot} is {header.encoding.name}, gossip takes SPARSE")
+        wanted = Encoding.COMBINED if self.rules.combined else Encoding.SPARSE
+        if header.encoding is not wanted:
+            raise PeerFault("bad_encoding", f"{header.dot} is {header.encoding.name}, this run gossips {wanted.name}")
         if len(payload) != header.payload_size or sha256(payload) != header.payload_hash:
             raise PeerFault("bad_payload", f"{len(payload)} bytes are not the payload that {header.dot} names")
         indices, fixed, reason, step = self._decode(header, payload)
         dot = header.dot
+        inner = decode_combined(payload).dots if self.rules.combined and fixed is not None else ()
         record = Record(
             header=header,
             payload=payload,
@@ -101,6 +108,7 @@ class Contributions:
             void=fixed is None,
             reason=reason,
             step=step,
+            inner=inner,
         )
         self._records[header.update_hash] = record
         if fixed is not None:
@@ -122,6 +130,8 @@ class Contributions:
         return indices, fixed
 
     def _decode(self, header: Header, payload: bytes) -> tuple[np.ndarray, np.ndarray | None, str, float]:
+        if self.rules.combined:
+            return self._decode_combined(payload)
         update = decode(payload, self.d, self.rules.compression)
         if not header.scale > 0:
             return update.indices, None, f"void: scale {header.scale} is not above zero", 0.0
@@ -132,6 +142,18 @@ class Contributions:
         if 0 < self.rules.step_max < step:
             return update.indices, None, f"void: a step of {step:.6g}, the limit is {self.rules.step_max:.6g}", 0.0
         return update.indices, fixed, f"a step of {step:.6g}", step
+
+    def _decode_combined(self, payload: bytes) -> tuple[np.ndarray, np.ndarray | None, str, float]:
+        combined = decode_combined(payload)
+        indices, fixed = read_sum(combined.sum, self.d)
+        inner = len(combined.dots)
+        if fixed.size and not inner:
+            raise PeerFault("bad_payload", "a sum of no updates")
+        limit = self.rules.step_max * inner
+        step = norm((fixed / UNIT).astype(np.float32))
+        if 0 < limit < step:
+            return indices, None, f"void: a step of {step:.6g}, the limit for {inner} updates is {limit:.6g}", 0.0
+        return indices, fixed, f"a step of {step:.6g} by {inner} updates", step
 
     def _keep(self, name: bytes, arrays: tuple[np.ndarray, np.ndarray]) -> None:
         self._fixed[name] = arrays

@@ -35,7 +35,7 @@ from .contributions import Contributions, GossipRules, Record
 from .forks import Fork, Key, head_of
 from .layout import state_hash
 from .merge import Accumulator, apply_fixed
-from .snapshots import Parts, Snapshot
+from .snapshots import Parts, Snapshot, join_inner
 
 NO_BASE = bytes(HASH_BYTES)
 _UNLIMITED = 2**63
@@ -108,11 +108,18 @@ class UpdateLog:
         self._retracted: dict[Key, list[Record]] = {}  # ascending; begins right above the chain's top
         self._limits: dict[Key, int] = {}  # set by `freeze`
         self._proofs: dict[str, Fork] = {}  # by peer: of its lowest disputed dot
+        self._inner: dict[Dot, int] = {}  # hybrid mode: inner updates above the floor, and how many records count each
+        self._floor_inner: dict[Key, tuple[int, ...]] = {}  # at the floor, newest INNER_KEPT of each chain, ascending
         self.floor_changes = 0  # grows whenever `snapshot` without its log could be another
         self._theta: np.ndarray | None = None
         self._state_hash: bytes | None = None
 
     # ------------------------------------------------------------------------------------------------ state
+
+    @property
+    def contributions(self) -> Contributions:
+        """To be shared with other logs of this run."""
+        return self._contributions
 
     @property
     def theta(self) -> np.ndarray:
@@ -125,6 +132,15 @@ class UpdateLog:
     @property
     def vector(self) -> VersionVector:
         return self._chains.vector
+
+    def top(self, key: Key) -> Top:
+        """(seq, head) of the chain, as in `vector`; (0, 32 zero bytes) where there is none."""
+        return self._chains.top(key)
+
+    @property
+    def included(self) -> int:
+        """How many updates are included."""
+        return self._chains.included
 
     @property
     def digest(self) -> bytes:
@@ -220,6 +236,10 @@ class UpdateLog:
             self.advance(VersionVector({record.key: self._behind[record.key]}))
         return Added(record.void, record.reason, record.step)
 
+    def counts(self, dot: Dot) -> bool:
+        """Hybrid mode: whether this inner update is in the sum, as far as it is remembered (snapshots.py)."""
+        return dot in self._inner or dot.seq in self._floor_inner.get((dot.peer, dot.incarnation), ())
+
     def lacks(self, theirs: VersionVector, bytes_max: int) -> list[Header]:
         """Headers that a peer with this vector can add, in order, up to about `bytes_max` (`Chains.lacks`)."""
         return self._chains.lacks(theirs, bytes_max)
@@ -301,6 +321,7 @@ class UpdateLog:
                 if held is not None:
                     self._sum.subtract(*held)
                 self.total_weight -= record.header.weight
+                self._forget_inner(record)
             if taken:
                 self._retracted[key] = taken + self._retracted.get(key, [])
                 self._theta = self._state_hash = None
@@ -374,6 +395,9 @@ class UpdateLog:
 
     def _compact(self, key: Key, seq: int) -> list[Dot]:
         gone = self._chains.compact(key, seq)
+        for record in gone:
+            self._forget_inner(record)
+        add_inner(self._floor_inner, gone)
         self.floor_changes += bool(gone)
         self.log_bytes -= sum(record.size for record in gone)
         return dots_of(gone)
@@ -384,7 +408,15 @@ class UpdateLog:
         if held is not None:
             self._sum.add(*held)
         self.total_weight += record.header.weight
+        for dot in record.inner:
+            self._inner[dot] = self._inner.get(dot, 0) + 1
         self._theta = self._state_hash = None
+
+    def _forget_inner(self, record: Record) -> None:
+        for dot in record.inner:
+            self._inner[dot] -= 1
+            if not self._inner[dot]:
+                del self._inner[dot]
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
@@ -400,6 +432,9 @@ class UpdateLog:
                 acc[indices] -= fixed
             weight -= record.header.weight
         retracted = [record for key in sorted(self._retracted) for record in self._retracted[key]]
+        inner = dict(self._floor_inner)
+        if folded:
+            add_inner(inner, self._chains.kept())
         return Snapshot(
             acc=acc,
             floor=self.vector if folded else VersionVector(self._chains.floors()),
@@ -410,6 +445,7 @@ class UpdateLog:
             kept=tuple((record.header, record.payload) for record in kept),
             retracted=tuple((record.header, record.payload) for record in retracted),
             proofs=tuple(sorted(self._proofs.values(), key=lambda fork: fork.dot)),
+            inner=inner,
         )
 
     @classmethod
@@ -437,6 +473,7 @@ class UpdateLog:
         log.base, log.total_weight = snapshot.base, snapshot.weight
         log._sum.total[:] = snapshot.acc
         log._limits = dict(snapshot.limits)
+        log._floor_inner = dict(snapshot.inner)
         log._proofs = {fork.dot.peer: fork for fork in reversed(snapshot.proofs)}
         for key, floor in snapshot.floor.entries.items():
             log._chains.begin(key, floor)
@@ -462,3 +499,11 @@ class UpdateLog:
             above.append(record)
             log.log_bytes += record.size
         return log
+
+
+def add_inner(inner: dict[Key, tuple[int, ...]], records: Iterable[Record]) -> None:
+    """Add what records count to the newest inner updates by chain; the order of the records does not matter."""
+    for record in records:
+        for dot in record.inner:
+            key = (dot.peer, dot.incarnation)
+            inner[key] = join_inner(inner.get(key, ()), (dot.seq,))

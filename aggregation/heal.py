@@ -24,7 +24,7 @@ import numpy as np
 
 from ..protocol.version import VersionVector, sha256
 from .forks import Key
-from .snapshots import Snapshot
+from .snapshots import Snapshot, join_inner
 
 Rule = Literal["heavier", "merge"]
 
@@ -132,4 +132,8 @@ def merged(one: Snapshot, one_weight: int, two: Snapshot, two_weight: int) -> Sn
         base=sha256(b"shoal/v1/merged\0", one.hash, two.hash),
         limits={key: max(limit, floor.seq(*key)) for key, limit in limits.items()},
         proofs=tuple(sorted({f.dot: f for f in two.proofs + one.proofs}.values(), key=lambda fork: fork.dot)),
+        inner={
+            key: join_inner(one.inner.get(key, ()), two.inner.get(key, ()))
+            for key in one.inner.keys() | two.inner.keys()
+        },
     )

@@ -8,8 +8,8 @@ PeerFault("bad_snapshot") and allocates in proportion to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,14 @@ from .forks import Fork, Key
 
 Parts = Mapping[str, "np.ndarray | bytes"]
 Logged = tuple[tuple[Header, bytes], ...]  # (header, payload), in the order in which they can be added
+
+# Hybrid mode: of each origin's inner updates in the sum at the floor the newest so many are remembered by name.
+INNER_KEPT = 64
+
+
+def join_inner(one: Iterable[int], two: Iterable[int]) -> tuple[int, ...]:
+    """The newest INNER_KEPT of both, ascending: whatever the order of joins, of the union."""
+    return tuple(sorted({*one, *two})[-INNER_KEPT:])
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Snapshot:
         kept: included updates above the floor.
         retracted: updates taken back and kept.
         proofs: of equivocation, sorted by dot.
+        inner: hybrid mode: the newest inner updates in `acc`, by chain, ascending.
     """
 
     acc: np.ndarray
@@ -51,9 +60,11 @@ class Snapshot:
     kept: Logged = ()
     retracted: Logged = ()
     proofs: tuple[Fork, ...] = ()
+    inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
     def _state(self) -> dict[str, Any]:
-        return {
+        inner = {"inner": sorted([p, i, list(seqs)] for (p, i), seqs in self.inner.items())} if self.inner else {}
+        return inner | {
             "base": self.base.hex(),
             "floor": _rows(self.floor),
             "frontier": _rows(self.frontier),
@@ -108,6 +119,7 @@ class Snapshot:
                 frontier=_vector(index["frontier"]),
                 base=_hash(index["base"]),
                 limits={_key(peer, incarnation): _count(seq) for peer, incarnation, seq in index["limits"]},
+                inner={_key(peer, number): tuple(map(_count, seqs)) for peer, number, seqs in index.get("inner", ())},
                 kept=kept,
                 retracted=retracted,
                 proofs=tuple(

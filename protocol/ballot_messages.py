@@ -31,6 +31,7 @@ class Encoding(IntEnum):
 
     SPARSE = 1
     DENSE = 2
+    COMBINED = 3  # hybrid mode (rings.py); no update of a round
 
 
 class Exchange(IntEnum):

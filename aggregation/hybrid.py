@@ -1,0 +1,133 @@
+"""What one ring's round adds to the shared sum: a weighted mean in fixed point, and its bytes. Pure.
+
+Every member of a ring computes it from the committed updates and the manifest, to the same bits, and seals it
+(protocol/rings.py); whoever else adds it takes it as it is, for the inner updates never leave their ring. That is what a
+hybrid saves: of a swarm of n in rings of m each peer receives m - 1 updates and n/m sums, in place of n - 1 updates.
+
+    contribution of one update = rint(scale * value * 2^40),
+    scale = outer_lr * damping * weight / (sum of the ring's weights) * (updates of the ring) / (peers of the swarm)
+
+so that all rings of a round together make one outer step of averaging. Weights are capped as in ring mode. `damping` is
+the origin's, signed in its header: at most 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..protocol.ballot_messages import Header
+from ..protocol.errors import PeerFault
+from ..protocol.version import Dot
+from .bitstreams import Reader, positions_bytes_max, read_numbers, read_positions, write_numbers, write_positions
+from .compress import Compression, decode
+from .merge import Accumulator, capped_weights, contribution
+from .robust import clip_scale, norm
+
+COUNT_BYTES = 5  # of the coordinates in a sum; layouts have at most 2^40
+WIDTH_MAX = 64
+
+
+@dataclass(frozen=True)
+class HybridRules:
+    """The manifest's part of combining.
+
+    Attributes:
+        weight_max, weight_median_multiple_max: caps on a claimed weight (merge.py).
+        norm_max: updates of a larger norm are scaled down to it; 0 means no limit.
+        outer_lr: size of the outer step.
+    """
+
+    compression: Compression
+    weight_max: int
+    weight_median_multiple_max: float
+    norm_max: float
+    outer_lr: float
+
+
+@dataclass(frozen=True)
+class RingSum:
+    """What a round came to.
+
+    Attributes:
+        indices: int64 [k], strictly ascending.
+        fixed: int64 [k], in units of 2^-40; none is zero.
+        counted: dots in it; the other updates of the round are void.
+        weight: sum of the capped weights, void ones too.
+    """
+
+    indices: np.ndarray
+    fixed: np.ndarray
+    counted: frozenset[Dot]
+    weight: int
+
+
+def combine(updates: Sequence[tuple[Header, bytes]], peers: int, d: int, rules: HybridRules) -> RingSum:
+    """The sum of a round's committed updates over d coordinates.
+
+    Args:
+        updates: (header, payload), in dot order, one of each origin.
+        peers: of the whole swarm, from the draw; fewer than there are updates count as that many.
+    """
+    weights = capped_weights(
+        {h.dot.peer: h.weight for h, _ in updates}, rules.weight_max, rules.weight_median_multiple_max
+    )
+    whole = sum(weights.values())
+    accumulator, counted = Accumulator(d), set[Dot]()
+    for header, payload in updates if whole > 0 else ():
+        added = _contribution(header, payload, weights[header.dot.peer] / whole, len(updates), peers, d, rules)
+        if added is not None:
+            accumulator.add(*added)
+            counted.add(header.dot)
+    indices = np.flatnonzero(accumulator.total)
+    return RingSum(indices, accumulator.total[indices], frozenset(counted), whole)
+
+
+def _contribution(
+    header: Header, payload: bytes, share: float, count: int, peers: int, d: int, rules: HybridRules
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Indices and contributions of one update; None when it is void."""
+    try:
+        update = decode(payload, d, rules.compression)
+    except PeerFault:
+        return None
+    if not 0 < header.scale <= 1 or not (np.abs(update.values) < np.float32(1.0)).all():
+        return None
+    scale = rules.outer_lr * header.scale * share * (count / max(peers, count))
+    if rules.norm_max > 0:
+        scale *= clip_scale(norm(update.values), rules.norm_max)
+    fixed = contribution(update.values, scale)
+    return None if fixed is None else (update.indices, fixed)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def write_sum(indices: np.ndarray, fixed: np.ndarray, d: int) -> bytes:
+    """Count, width in bits, the set of indices, then the numbers, sign folded into the lowest bit."""
+    folded = (fixed << 1 ^ fixed >> 63).view(np.uint64)
+    width = int(folded.max()).bit_length() if folded.size else 0
+    head = indices.size.to_bytes(COUNT_BYTES, "little") + bytes([width])
+    return head + write_positions(indices, d) + write_numbers(folded, width)
+
+
+def read_sum(data: bytes, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """(indices, fixed), inverse of `write_sum`. Raises PeerFault("bad_payload") on all that it does not write."""
+    source = Reader(data)
+    count, width = source.number(COUNT_BYTES), source.number(1)
+    if count > d or width > WIDTH_MAX or count > 8 * source.left:
+        raise PeerFault("bad_payload", f"a sum over {count} of {d} coordinates, {width} bits each")
+    indices = read_positions(source, count, d)
+    folded = read_numbers(source, count, width, np.uint64)
+    fixed = (folded >> np.uint64(1)).view(np.int64) ^ -(folded & np.uint64(1)).view(np.int64)
+    if not fixed.all() or write_sum(indices, fixed, d) != data:
+        raise PeerFault("bad_payload", "not the one encoding of a sum")
+    return indices, fixed
+
+
+def sum_bytes_max(d: int, compression: Compression, members: int) -> int:
+    """No sum of so many members' updates is longer."""
+    count = min(d, members * compression.form(d).total)
+    return COUNT_BYTES + 1 + positions_bytes_max(count, d) + (d + 7) // 8 + WIDTH_MAX * -(-count // 8)
