@@ -1,6 +1,6 @@
-"""Draws the reward curve of a run from its peers' data directories: curve.png and, with the figures, curve.json.
+"""Draws the reward curve of a run from its peers' data directories as PNG and, with the figures, as JSON.
 
-python examples/smollm2/curve.py /data/a /data/b --out examples/smollm2
+python examples/smollm2/curve.py /data/a /data/b --parameters 2442240 --out examples/smollm2
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def summarize(folders: list[Path], parameters: int) -> dict[str, Any]:
         "accuracy_last": evaluations[-1]["eval_accuracy"],
         "bytes_sent": sent,
         "bytes_dense": dense,
-        "times_fewer": round(dense / sent, 1),
+        "times_fewer": round(dense / sent, 1) if sent else None,  # a lone peer sends nothing
         "state_bytes": sum(history[-1]["bytes"]["state"] for history in histories),
         "curve": curve,
     }
@@ -71,7 +71,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.plot([r["round"] for r in summary["curve"]], [r["reward"] for r in summary["curve"]], marker="o", ms=3)
     axes.set_xlabel("round")
     axes.set_ylabel("mean reward of sampled completions")
-    axes.set_title(f"SmolLM2-135M + LoRA, {summary['peers']} peers, {summary['steps']} inner steps in all")
+    axes.set_title(f"SmolLM2-135M + LoRA, peers: {summary['peers']}, inner steps in all: {summary['steps']}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
@@ -84,10 +84,11 @@ def main() -> None:
         "--parameters", type=int, required=True, help="trained parameters, as `shoal status` shows them"
     )
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--name", default="curve", help="of the JSON and PNG file")
     options = parser.parse_args()
     summary = summarize(options.folders, options.parameters)
-    (options.out / "curve.json").write_text(json.dumps(summary, indent=1) + "\n")
-    draw(summary, options.out / "curve.png")
+    (options.out / f"{options.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw(summary, options.out / f"{options.name}.png")
     print(json.dumps({k: v for k, v in summary.items() if k != "curve"}))
 
 
