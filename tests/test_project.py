@@ -184,7 +184,7 @@ def test_the_wheel_installs_shoal_and_nothing_else(tmp_path):
         entry_points = archive.read(next(f for f in files if f.endswith("entry_points.txt"))).decode()
     tops = {file.split("/")[0] for file in files}
     assert tops == {"shoal", next(t for t in tops if t.endswith(".dist-info"))}
-    assert "shoal = shoal.node.cli:main" in entry_points
+    assert "shoal = shoal.node.main:main" in entry_points
     assert {f"shoal/{folder}/py.typed" for folder in ORDER} | {"shoal/protocol/wire.proto"} <= files
     assert "shoal/__init__.py" not in files, "shoal is a namespace"
     assert not [f for f in files if "test" in Path(f).name.lower() or "/tests/" in f]
