@@ -30,6 +30,7 @@ class _Own:
     fixed: np.ndarray
     adopted: bool = False
     branch: bytes = b""  # the last split under which it was adopted
+    damped: tuple[int, int] = (0, 1)  # the share of it that is booked as damped
 
 
 def to_fixed(values: np.ndarray) -> np.ndarray:
@@ -85,9 +86,14 @@ class Book:
             self._own[dot] = _Own(None, to_fixed(update))
 
     def adopt(self, dot: Dot) -> None:
-        """The state holds this own update. Twice counts once. Raises KeyError for a dot that is not on record."""
+        """The state holds this own update. Twice counts once. Raises KeyError for a dot that is not on record.
+
+        What was damped of it when it was lost before is damped no more: the state has all of it.
+        """
         own = self._own[dot]
         if not own.adopted:
+            if own.damped[0]:
+                self.damp(dot, 0, 1)
             own.adopted, own.branch = True, self._branch
 
     def split(self, base: bytes) -> None:
@@ -107,9 +113,14 @@ class Book:
         self._own[dot].adopted = False
 
     def damp(self, dot: Dot, part: int, whole: int) -> None:
-        """Book part/whole of an update's mass (rounded down) as damped: it counts neither as adopted nor as owed."""
+        """Book part/whole of an update's mass (rounded down) as damped: it counts neither as adopted nor as owed.
+
+        In place of the share of it that was damped before.
+        """
         own = self._own[dot]
-        self._put(self._damped, own, _share(own.fixed, part, whole))
+        mass = _share(own.fixed, part, whole) - _share(own.fixed, *own.damped)
+        self._put(self._damped, own, mass)
+        own.damped = (part, whole)
 
     def settle(self, dots: Iterable[Dot]) -> None:
         """Fold what was adopted into the baseline, or into its branch's sum, and forget the updates."""
@@ -138,19 +149,22 @@ class Book:
         """Own updates on record, in order."""
         return sorted(self._own)
 
-    def residual(self) -> np.ndarray:
-        """int64 [d]."""
+    def residual(self, but: Iterable[Dot] = ()) -> np.ndarray:
+        """int64 [d]. `but`: own updates on record to be taken for adopted: their adoption is under way."""
         residual = self._learned - self._settled - self._damped
         for mass in self._branches.values():
             residual -= mass
         for own in self._own.values():
             if own.adopted:
                 self._put(residual, own, -own.fixed)
+        for dot in dict.fromkeys(but):
+            if dot in self._own and not self._own[dot].adopted:
+                self._put(residual, self._own[dot], -self._own[dot].fixed)
         return residual
 
-    def residual_f64(self) -> np.ndarray:
-        """fp64 [d]."""
-        return self.residual().astype(np.float64) / UNIT
+    def residual_f64(self, but: Iterable[Dot] = ()) -> np.ndarray:
+        """fp64 [d]; `but` as in `residual`."""
+        return self.residual(but).astype(np.float64) / UNIT
 
     def parts(self) -> dict[str, np.ndarray]:
         """int64 [d] each: learned, adopted, damped. The law: residual = learned - adopted - damped."""
@@ -180,7 +194,8 @@ class Book:
         }
         index = []
         for number, (dot, own) in enumerate(sorted(self._own.items())):
-            index.append([dot.peer, dot.incarnation, dot.seq, own.adopted, own.indices is not None, own.branch.hex()])
+            sparse = own.indices is not None
+            index.append([dot.peer, dot.incarnation, dot.seq, own.adopted, sparse, own.branch.hex(), *own.damped])
             arrays[f"own/{number}/fixed"] = own.fixed
             if own.indices is not None:
                 arrays[f"own/{number}/indices"] = own.indices
@@ -206,12 +221,14 @@ class Book:
             if mass.shape != (book.d,):
                 raise ValueError(f"a branch of shape {mass.shape}, the book has ({book.d},)")
             book._branches[bytes.fromhex(base)] = mass
-        for number, (peer, incarnation, seq, adopted, sparse, of) in enumerate(json.loads(bytes(arrays["index"]))):
+        for number, row in enumerate(json.loads(bytes(arrays["index"]))):
+            peer, incarnation, seq, adopted, sparse, of, part, whole = row
             indices = np.array(arrays[f"own/{number}/indices"], np.int64) if sparse else None
             fixed = np.array(arrays[f"own/{number}/fixed"], np.int64)
             if fixed.shape != (indices.shape if indices is not None else (book.d,)):
                 raise ValueError(f"own update {number} has {fixed.shape} values")
             if indices is not None and indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < book.d:
                 raise ValueError(f"own update {number} has an index outside {book.d} coordinates")
-            book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted, bytes.fromhex(of))
+            _share(fixed, part, whole)  # refuses an impossible share
+            book._own[Dot(peer, incarnation, seq)] = _Own(indices, fixed, adopted, bytes.fromhex(of), (part, whole))
         return book

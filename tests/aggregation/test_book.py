@@ -32,6 +32,22 @@ def test_damping_is_the_exact_floor(values: list[float], whole: int, share: floa
     assert book.parts()["damped"].tolist() == [int(f) * part // whole for f in to_fixed(dense)]
 
 
+def test_a_lost_update_that_counts_after_all_is_damped_no_more() -> None:
+    """Else it would count, and most of it would be taken back again by what is sent next."""
+    book = Book(3)
+    values = np.array([0.5, -0.25, 0.125], np.float32)
+    book.learn(values)
+    book.record(DOT, values)
+    book.adopt(DOT)
+    book.unadopt(DOT)
+    book.damp(DOT, 2, 3)
+    book.damp(DOT, 1, 2)  # in place of the two thirds
+    assert book.residual_f64().tolist() == (values / 2).tolist()
+    book = Book.from_arrays(book.to_arrays())
+    book.adopt(DOT)
+    assert not book.residual().any() and not book.parts()["damped"].any()
+
+
 def test_a_fraction_that_is_none_is_refused() -> None:
     book = Book(1)
     book.record(DOT, np.ones(1, np.float32))
