@@ -35,16 +35,23 @@ class Chains:
         self._chains: dict[Key, _Chain] = {}
         self._tops: dict[Key, Top] = {}  # the vector, mutable
         self._vector: VersionVector | None = None
+        self._met = 0  # chains in `_tops` when it was last sorted
         self._digest = 0
         self._digested: dict[Key, int] = {}  # what each entry has put into the digest
         self._undigested: set[Key] = set()
         self.count = 0  # kept records
+        self.included = 0  # updates that the vector names, kept or not
 
     # ------------------------------------------------------------------------------------------------ readers
 
     @property
     def vector(self) -> VersionVector:
         if self._vector is None:
+            if self._met != len(
+                self._tops
+            ):  # in the order of the keys: what is hashed and sent must be, again and again
+                self._tops = dict(sorted(self._tops.items()))
+                self._met = len(self._tops)
             self._vector = VersionVector(dict(self._tops))
         return self._vector
 
@@ -134,7 +141,7 @@ class Chains:
         """Weight of kept updates that a peer with this vector lacks: one side's concurrent weight (heal.py)."""
         weight = 0
         for key, (top, _) in self._tops.items():
-            seq = theirs.seq(*key)
+            seq = theirs.entries.get(key, NOTHING)[0]
             if seq < top:
                 chain = self._chains[key]
                 weight += sum(record.header.weight for record in chain.records[max(0, seq - chain.floor[0]) :])
@@ -197,10 +204,12 @@ class Chains:
         return gone
 
     def _set_top(self, key: Key, top: Top) -> None:
+        self.included += top[0] - self._tops.get(key, NOTHING)[0]
         if top[0]:
             self._tops[key] = top
         else:
             del self._tops[key]
+            self._met = -1
         self._undigested.add(key)
         self._vector = None
 

@@ -240,6 +240,16 @@ class UpdateLog:
         """Hybrid mode: whether this inner update is in the sum, as far as it is remembered (snapshots.py)."""
         return dot in self._inner or dot.seq in self._floor_inner.get((dot.peer, dot.incarnation), ())
 
+    def counts_for_good(self, dot: Dot) -> bool:
+        """Hybrid mode: as `counts`, and nothing can take it back: it is at the floor, and the floor is final."""
+        final = not self.rules.log_bytes_max or self._chains.floors().keys() <= self._frontier.keys()
+        return final and dot.seq in self._floor_inner.get((dot.peer, dot.incarnation), ())
+
+    def inner_of(self, peer: str) -> list[tuple[int, int]]:
+        """Hybrid mode: (incarnation, seq) of the peer's inner updates in the sum, as far as they are remembered."""
+        above = [(dot.incarnation, dot.seq) for dot in self._inner if dot.peer == peer]
+        return above + [(i, seqs[-1]) for (who, i), seqs in self._floor_inner.items() if who == peer]
+
     def lacks(self, theirs: VersionVector, bytes_max: int) -> list[Header]:
         """Headers that a peer with this vector can add, in order, up to about `bytes_max` (`Chains.lacks`)."""
         return self._chains.lacks(theirs, bytes_max)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..aggregation.contributions import GossipRules
+from ..aggregation.contributions import Contributions, GossipRules
 from ..aggregation.forks import Fork
 from ..aggregation.gossip import UpdateLog
+from ..protocol.ballot_messages import Header
 from ..protocol.errors import ExitCode, ShoalError
 from ..protocol.membership import State
 from ..protocol.version import Dot
@@ -17,6 +19,7 @@ from ..protocol.wire_pb2 import BanNotice, Envelope, Signed
 from .config import Config
 from .learner import LocalResult
 from .store.gossip_file import pack, snapshot_parts, unpack
+from .store.journal import Journal
 from .swarm.gossip import Gossip, GossipSettings
 from .swarm.gossip_exchange import GossipExchange
 from .swarm.local_work import LocalWork
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
 PREFIX = "log/"
 # An update counts at most this multiple of the usual one, however long its peer trained.
 SHARE_MAX = 2.0
-# run.sync.heal_max = 0 stands for this many usual updates.
-HEAL_UPDATES = 64
 
 
 def rules_of(config: Config) -> GossipRules:
@@ -49,12 +50,19 @@ def rules_of(config: Config) -> GossipRules:
         compression=config.run.parsed_compression(),
         step_max=sync.step_max,
         log_bytes_max=config.node.updates_bytes_max,
+        combined=sync.mode == "hybrid",
     )
 
 
 def new_log(node: Node, theta0: np.ndarray) -> UpdateLog:
     """An empty one over the run's first parameters, fp32 [d]."""
-    return UpdateLog(np.array(theta0, np.float32), rules_of(node.config))
+    return UpdateLog(np.array(theta0, np.float32), rules_of(node.config), contributions_of(node))
+
+
+def contributions_of(node: Node) -> Contributions | None:
+    """What the logs of this process share, if they do."""
+    make = node.host.contributions
+    return make(node.learner.layout.size, rules_of(node.config)) if make is not None else None
 
 
 def log_parts(log: UpdateLog, theta0: np.ndarray) -> dict[str, np.ndarray | bytes]:
@@ -66,7 +74,8 @@ def restored_log(node: Node, parts: Mapping[str, np.ndarray | bytes]) -> tuple[U
     """The log of a checkpoint, and theta0. Raises PeerFault when it is damaged."""
     theta0 = np.array(parts["theta0"], np.float32)
     own = unpack({name[len(PREFIX) :]: part for name, part in parts.items() if name.startswith(PREFIX)})
-    return UpdateLog.from_snapshot(theta0, rules_of(node.config), own), theta0
+    rules = rules_of(node.config)
+    return UpdateLog.from_snapshot(theta0, rules, own, contributions=contributions_of(node)), theta0
 
 
 def scale_of(*, weight: int, usual: int, peers: int, outer_lr: float, stale: int) -> float:
@@ -93,12 +102,36 @@ def served(replica: Replica) -> Servable:
     return Servable(included, hash_, hash_, lambda: snapshot_parts(replica.theta0, snapshot))
 
 
-def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What hybrid mode has otherwise.
+
+    Attributes:
+        scale: signed by the origin with its update, from (base, result, state now).
+        gain: what a ring may multiply an update with beside it.
+        replica, build: make the replica and the whole from gossip mode's parts.
+        journal: of what is gossiped.
+        payload_bytes_max: largest payload that is gossiped.
+        verify: checks what a header's signature does not cover; raises PeerFault.
+    """
+
+    scale: Callable[[SharedState, LocalResult, SharedState], float]
+    gain: float
+    replica: Callable[..., Replica]
+    build: Callable[..., Gossip]
+    journal: Journal
+    payload_bytes_max: int
+    verify: Callable[[Header, bytes], None]
+
+
+def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray, variant: Variant | None = None) -> Gossip:
     """Gossip mode from its parts; registers the streams that others open to us."""
     sync, members, mesh, clock = node.config.run.sync, node.members, node.mesh, node.clock
     assert members is not None
 
     def scale(state: SharedState, result: LocalResult) -> float:
+        if variant is not None:
+            return variant.scale(state, result, gossip.state)
         return scale_of(
             weight=result.weight,
             usual=sync.target_samples,
@@ -132,17 +165,19 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
         check_life=node.check_life,
         scale=scale,
         momentum=sync.outer_momentum if sync.outer == "nesterov" else 0.0,
+        gain=variant.gain if variant else 1.0,
         step_cost_s=node.host.step_cost_s,
     )
-    replica = Replica(
+    replica = (variant.replica if variant else Replica)(
         me=node.identity.peer_id,
         theta0=theta0,
         log=log,
         book=node.book,
         settings=ReplicaSettings(
-            heal_max=sync.heal_max or HEAL_UPDATES * sync.target_samples,
+            heal_max=sync.heal_max,
             heal_rule=sync.heal,
             compact_updates=sync.compact_updates,
+            usual=sync.target_samples,
         ),
         durable=log.vector,
         members=remembered,
@@ -153,7 +188,8 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
         run_id=node.run_.id,
         clock=clock,
         replica=replica,
-        payload_bytes_max=work.payload_bytes_max,
+        payload_bytes_max=variant.payload_bytes_max if variant else work.payload_bytes_max,
+        **({"verify": variant.verify} if variant else {}),
         open_stream=mesh.open,
         equivocation=node.equivocation,
         send_proof=send_proof,
@@ -164,7 +200,7 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
         trouble=node.trouble,
         say=node.say,
     )
-    gossip = Gossip(
+    gossip = (variant.build if variant else Gossip)(
         me=node.identity.peer_id,
         run_id=node.run_.id,
         clock=clock,
@@ -179,9 +215,10 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray) -> Gossip:
         replica=replica,
         exchange=exchange,
         work=work,
-        journal=node.journal,
+        journal=variant.journal if variant else node.journal,
         post=mesh.post,
         alive=members.alive,
+        near=members.neighbours,
         banned=lambda peer: node.run_.bans.reason(peer) is not None,
         trouble=node.trouble,
         life_over=node.life_over,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..aggregation.contributions import Contributions, GossipRules
 from ..protocol.clock import RealClock
 from ..protocol.grpc_transport import GrpcTransport
 from ..protocol.identity import Identity
@@ -48,6 +49,7 @@ class Host:
         progress: `with progress(title) as show`.
         learner: builds the learner that the manifest asks for.
         step_cost_s: virtual seconds of one inner step; 0 where time is real.
+        contributions: decoded gossiped updates, shared by the nodes of one process, for (d, rules); None: each has its own.
     """
 
     clock: Clock
@@ -60,6 +62,7 @@ class Host:
     progress: Callable[[str], AbstractContextManager[Show]]
     learner: Callable[[Config, str, Path, learners.Progress], NodeLearner]
     step_cost_s: float = 0.0
+    contributions: Callable[[int, GossipRules], Contributions] | None = None
 
 
 def real_host() -> Host:

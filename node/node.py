@@ -35,8 +35,9 @@ from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Welcome
 from . import judging, learners
 from .config import Config
 from .entry import SOURCES_MAX, Entry
-from .gossip_mode import log_parts, make_gossip, new_log, proof_notice, restored_log, rules_of, served
+from .gossip_mode import contributions_of, log_parts, make_gossip, new_log, proof_notice, restored_log, rules_of, served
 from .host import Host, Show
+from .hybrid_mode import make_hybrid
 from .keeper import Keeper, rebook
 from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
@@ -45,6 +46,7 @@ from .store.commits import CommitFile
 from .store.datadir import DataDir, damaged
 from .store.journal import Journal, JournalFull, OwnUpdate
 from .swarm.gossip import Gossip
+from .swarm.hybrid import Hybrid
 from .swarm.local_work import Work
 from .swarm.manifest import make_genesis, serve_manifest
 from .swarm.members import Members
@@ -324,7 +326,9 @@ class Node:
         """A newcomer's first state."""
         if self.gossips:
             self.theta0, snapshot = await self.entry.first_snapshot(self.learner.layout.size)
-            self._first_log = UpdateLog.from_snapshot(self.theta0, rules_of(self.config), snapshot)
+            self._first_log = UpdateLog.from_snapshot(
+                self.theta0, rules_of(self.config), snapshot, contributions=contributions_of(self)
+            )
             self.state = shared_state(self._first_log)
             return
         self.state = await self.entry.first_state(self.learner.layout.size)
@@ -396,6 +400,7 @@ class Node:
             say=self.say,
             more=lambda: self._log_parts,
             final=self._is_final if self.gossips else None,
+            **({"updates_round": lambda state: self._ring_round()} if self.config.run.sync.mode == "hybrid" else {}),
         )
 
     # ------------------------------------------------------------------------------------------------ running
@@ -428,14 +433,15 @@ class Node:
 
     @property
     def gossips(self) -> bool:
-        """Whether the run is in gossip mode."""
-        return self.config.run.sync.mode == "gossip"
+        """Whether the run is in gossip mode, or in hybrid mode, whose state is gossiped too."""
+        return self.config.run.sync.mode != "ring"
 
     def _make_rounds(self) -> None:
         self.members = make_members(self)
         if self.gossips:
             assert self._first_log is not None and self.theta0 is not None
-            self.rounds = make_gossip(self, self._first_log, self.theta0)
+            make = make_hybrid if self.config.run.sync.mode == "hybrid" else make_gossip
+            self.rounds = make(self, self._first_log, self.theta0)
         else:
             self.rounds = make_rounds(self, load_log(self.commit_file.records, self.state, self.run_))
         self.mesh.serve("State", StateServer(self.clock, self._served_state).serve)
@@ -541,9 +547,14 @@ class Node:
         if work is not None and work.seconds > 0 and self.members is not None:
             self.members.set_speed(work.result.weight / work.seconds)
 
+    def _ring_round(self) -> int:
+        return self.rounds.published if isinstance(self.rounds, Hybrid) else 0
+
     def _is_final(self, dot: Dot) -> bool:
         """Gossip mode: whether this update counts, or does not, for good."""
         log = self.rounds.log if isinstance(self.rounds, Gossip) else self._first_log
+        if isinstance(self.rounds, Hybrid):
+            return self.rounds.is_final(dot)
         key = (dot.peer, dot.incarnation)
         return log is not None and (log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq)
 
@@ -599,7 +610,7 @@ class Node:
             self.check_life()
         except JournalFull as error:
             self.warn(f"publishing nothing until a new life can be written: {error}")
-        if self.members is not None:
+        if self.members is not None and not self.members.acquainted(peer):
             self.members.introduce(peer)
 
     # ------------------------------------------------------------------------------------------------ others
@@ -608,6 +619,8 @@ class Node:
         """Highest (incarnation, seq) of a peer in our state or membership, told to it when it connects."""
         known = self.members.known_dot(peer) if self.members else (0, 0)
         if self.rounds is not None:
+            if isinstance(self.rounds, Hybrid):
+                return max(known, self.rounds.known(peer))
             vector = self.rounds.log.vector if isinstance(self.rounds, Gossip) else self.rounds.state.vector
             seqs = [(i, s) for (p, i), (s, _) in vector.entries.items() if p == peer]
             known = max([known, *seqs])

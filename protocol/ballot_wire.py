@@ -10,6 +10,7 @@ Who signs what: see wire.proto. Convene and Holding are not signed: the session 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -42,6 +43,9 @@ from .version import HASH_BYTES
 BODIES: Final = frozenset({"convene", "join", "roster", "holding", "propose", "vote", "commit"})
 # Set in Join.voted_attempt when that vote was cast in a split attempt; attempts stay far below.
 SPLIT_VOTE: Final = 1 << 31
+
+# One header arrives from several peers, and again with proofs: it is decoded and verified once. At the largest size 12 MiB.
+HEADERS_MAX: Final = 8192
 
 W = TypeVar("W", bound=WireMessage)
 
@@ -193,6 +197,12 @@ def decode_commit(wire: wire_pb2.Commit, run_id: bytes) -> Commit:
 
 def decode_header(signed: wire_pb2.Signed, run_id: bytes) -> Header:
     """An update's header, its origin's signature checked. Raises PeerFault."""
+    return _decode_header(signed.body, signed.signature, run_id)
+
+
+@lru_cache(maxsize=HEADERS_MAX)  # keeps no failures
+def _decode_header(body: bytes, signature: bytes, run_id: bytes) -> Header:
+    signed = wire_pb2.Signed(body=body, signature=signature)
     header = parse_header(signed)
     verify_body(signed, header.dot.peer, "update", "origin", run_id)
     return header

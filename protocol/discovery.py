@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from . import limits
@@ -79,7 +80,8 @@ class PeerCache:
     def encoded(self) -> bytes:
         """The file's content; made anew only when something changed: it is asked for often."""
         if self._encoded is None:
-            self._encoded = json.dumps({"peers": list(self.peers.items())}, indent=1).encode()
+            rows = ",\n ".join(map(json.dumps, self.peers.items()))  # json's own indentation is slow
+            self._encoded = f'{{"peers": [\n {rows}\n]}}'.encode()
         return self._encoded
 
 
@@ -168,6 +170,7 @@ class Attempts:
         )
 
 
+@lru_cache(maxsize=4096)
 def kind_of(host: str) -> str:
     """ "loopback", "private", "link-local", "unspecified", "public" or "name"."""
     try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+from google.protobuf.message import DecodeError
 
 from . import limits
 from .errors import PeerFault
@@ -12,6 +15,10 @@ from .wire_pb2 import ChainLimit, GossipHello, GossipNews, GossipWant, Stability
 
 Key = tuple[str, int]
 Tops = dict[Key, tuple[int, bytes]]
+# Entries kept encoded and decoded, about 500 bytes each.
+ENTRIES_MAX = 16 * limits.MEMBERS_MAX
+# The largest honest one: a peer id, two numbers, a head, and their tags.
+ENTRY_BYTES_MAX = limits.PEER_ID_CHARS_MAX + HASH_BYTES + 32
 
 
 @dataclass(frozen=True)
@@ -58,22 +65,40 @@ class Hello:
     view: View | None = None
 
 
-def encode_tops(tops: Mapping[Key, tuple[int, bytes]]) -> list[VersionEntry]:
+def encode_tops(tops: Mapping[Key, tuple[int, bytes]]) -> list[bytes]:
     """In the order of the keys."""
-    return [VersionEntry(peer=p, incarnation=i, seq=s, head=h) for (p, i), (s, h) in sorted(tops.items())]
+    return [_encode_entry(key, top) for key, top in sorted(tops.items())]
 
 
-def decode_tops(entries: Sequence[VersionEntry]) -> Tops:
+def decode_tops(entries: Sequence[bytes]) -> Tops:
     """(peer, incarnation) → (seq, head). Raises PeerFault("bad_vector")."""
     if len(entries) > limits.MEMBERS_MAX:
         raise PeerFault("bad_vector", f"more than {limits.MEMBERS_MAX} chains")
-    tops: Tops = {}
-    for entry in entries:
-        key = _key(entry.peer, entry.incarnation)
-        if not 0 < entry.seq <= limits.INT64_MAX or len(entry.head) != HASH_BYTES or key in tops:
-            raise PeerFault("bad_vector", f"entry of {entry.peer[-8:]} with seq {entry.seq}")
-        tops[key] = (entry.seq, entry.head)
+    tops = dict(map(_decode_entry, entries))
+    if len(tops) != len(entries):
+        raise PeerFault("bad_vector", "a chain is named twice")
     return tops
+
+
+# A vector of a thousand chains crosses the wire with every exchange, and few of its entries are new.
+@lru_cache(maxsize=ENTRIES_MAX)
+def _encode_entry(key: Key, top: tuple[int, bytes]) -> bytes:
+    return VersionEntry(peer=key[0], incarnation=key[1], seq=top[0], head=top[1]).SerializeToString()
+
+
+@lru_cache(maxsize=ENTRIES_MAX)  # keeps no failures
+def _decode_entry(data: bytes) -> tuple[Key, tuple[int, bytes]]:
+    if len(data) > ENTRY_BYTES_MAX:
+        raise PeerFault("bad_vector", f"an entry of {len(data)} bytes")
+    entry = VersionEntry()
+    try:
+        entry.ParseFromString(data)
+    except DecodeError as error:
+        raise PeerFault("bad_vector", str(error)) from None
+    key = _key(entry.peer, entry.incarnation)
+    if not 0 < entry.seq <= limits.INT64_MAX or len(entry.head) != HASH_BYTES:
+        raise PeerFault("bad_vector", f"entry of {entry.peer[-8:]} with seq {entry.seq}")
+    return key, (entry.seq, entry.head)
 
 
 def encode_hello(hello: Hello) -> bytes:

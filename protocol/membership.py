@@ -129,6 +129,11 @@ class Membership:
         """Live others that this one watches; all of them in a small swarm (overlay.py)."""
         return frozenset(self._table.neighbours())
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the swarm is so large that not everybody is a neighbour."""
+        return len(self._table.neighbours()) < len(self._table.alive)
+
     def dead(self) -> frozenset[str]:
         """Others that are dead or have left."""
         return frozenset(self._table.gone)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 HASH_BYTES = 32
 NO_HEAD = bytes(HASH_BYTES)
@@ -107,8 +108,12 @@ class VersionVector:
 
     def hash(self) -> bytes:
         """sha-256 over the sorted entries: equal exactly for EQUAL vectors."""
-        text = "\n".join(f"{p} {i} {s} {h.hex()}" for (p, i), (s, h) in sorted(self.entries.items()))
-        return sha256(b"shoal/v1/vector\0", text.encode())
+        return sha256(b"shoal/v1/vector\0", b"\n".join([_line(key, top) for key, top in sorted(self.entries.items())]))
+
+
+@lru_cache(maxsize=1 << 16)  # vectors are hashed often, and few of their entries change in between
+def _line(key: tuple[str, int], top: tuple[int, bytes]) -> bytes:
+    return f"{key[0]} {key[1]} {top[0]} {top[1].hex()}".encode()
 
 
 def compare_lineages(mine: bytes, theirs: bytes, is_ancestor: Callable[[bytes, bytes], bool]) -> Order:

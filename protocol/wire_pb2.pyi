@@ -449,8 +449,8 @@ class CommitRequest(_message.Message):
 class GossipNews(_message.Message):
     __slots__ = ("tops",)
     TOPS_FIELD_NUMBER: _ClassVar[int]
-    tops: _containers.RepeatedCompositeFieldContainer[VersionEntry]
-    def __init__(self, tops: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
+    tops: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tops: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RingRequest(_message.Message):
     __slots__ = ("round", "nonce")
@@ -554,12 +554,20 @@ class PushHave(_message.Message):
     def __init__(self, update_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class UpdateStart(_message.Message):
-    __slots__ = ("header", "payload_size")
+    __slots__ = ("header", "payload_size", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: Signed
     payload_size: int
-    def __init__(self, header: _Optional[_Union[Signed, _Mapping]] = ..., payload_size: _Optional[int] = ...) -> None: ...
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[Signed, _Mapping]] = ..., payload_size: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Updates(_message.Message):
+    __slots__ = ("updates",)
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[UpdateStart]
+    def __init__(self, updates: _Optional[_Iterable[_Union[UpdateStart, _Mapping]]] = ...) -> None: ...
 
 class PushDone(_message.Message):
     __slots__ = ("received",)
@@ -661,15 +669,15 @@ class GossipHello(_message.Message):
     TOTAL_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     STATE_HASH_FIELD_NUMBER: _ClassVar[int]
     FLOOR_HASH_FIELD_NUMBER: _ClassVar[int]
-    entries: _containers.RepeatedCompositeFieldContainer[VersionEntry]
-    frontier: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    entries: _containers.RepeatedScalarFieldContainer[bytes]
+    frontier: _containers.RepeatedScalarFieldContainer[bytes]
     view: StabilityView
     limits: _containers.RepeatedCompositeFieldContainer[ChainLimit]
     base: bytes
     total_weight: int
     state_hash: bytes
     floor_hash: bytes
-    def __init__(self, entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., frontier: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., view: _Optional[_Union[StabilityView, _Mapping]] = ..., limits: _Optional[_Iterable[_Union[ChainLimit, _Mapping]]] = ..., base: _Optional[bytes] = ..., total_weight: _Optional[int] = ..., state_hash: _Optional[bytes] = ..., floor_hash: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., frontier: _Optional[_Iterable[bytes]] = ..., view: _Optional[_Union[StabilityView, _Mapping]] = ..., limits: _Optional[_Iterable[_Union[ChainLimit, _Mapping]]] = ..., base: _Optional[bytes] = ..., total_weight: _Optional[int] = ..., state_hash: _Optional[bytes] = ..., floor_hash: _Optional[bytes] = ...) -> None: ...
 
 class ChainLimit(_message.Message):
     __slots__ = ("peer", "incarnation", "seq")
@@ -689,11 +697,11 @@ class StabilityView(_message.Message):
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    entries: _containers.RepeatedCompositeFieldContainer[VersionEntry]
+    entries: _containers.RepeatedScalarFieldContainer[bytes]
     holders: bytes
     others: _containers.RepeatedScalarFieldContainer[str]
-    settled: _containers.RepeatedCompositeFieldContainer[VersionEntry]
-    def __init__(self, epoch: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ..., holders: _Optional[bytes] = ..., others: _Optional[_Iterable[str]] = ..., settled: _Optional[_Iterable[_Union[VersionEntry, _Mapping]]] = ...) -> None: ...
+    settled: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[int] = ..., entries: _Optional[_Iterable[bytes]] = ..., holders: _Optional[bytes] = ..., others: _Optional[_Iterable[str]] = ..., settled: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GossipWant(_message.Message):
     __slots__ = ("ranges", "concurrent_weight")

@@ -61,6 +61,9 @@ class Checkers:
 
     def look(self) -> None:
         """At every node that runs."""
+        for peer in self._sim.peers:  # of all before the first state: between two looks it may have got others' updates
+            if peer.node is not None and peer.node.rounds is not None:
+                self._look_at_updates(peer)
         for peer in self._sim.peers:
             self.look_at(peer)
 

@@ -188,6 +188,7 @@ class Peer:
             progress=_quiet,
             learner=self._learner,
             step_cost_s=self._step_seconds / self.speed,
+            contributions=self._sim.contributions,
         )
 
     def _identity(self, path: Path) -> Identity:

@@ -21,9 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..aggregation.compress import Compression
+from ..aggregation.contributions import Contributions, GossipRules
 from ..node import learners
 from ..node.config import Config, NodeConfig, RunConfig
 from ..node.learners import NodeLearner
+from ..node.node import Node
 from ..node.swarm.gossip import Gossip
 from ..node.swarm.rounds import Rounds
 from ..node.swarm.state import SharedState
@@ -83,6 +86,7 @@ class Simulation:
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)), link=link or Link())
         self.network.on_event = self._network_event
         self.checkers = Checkers(self)
+        self._contributions: dict[tuple[int, Compression, float], Contributions] = {}
         self.peers: list[Peer] = []
         self.faults: list[Fault] = []
         self.until_s = 0.0
@@ -98,6 +102,11 @@ class Simulation:
         self._open_spans: dict[str, tuple[str, float, int]] = {}
         self._errors: list[str] = []
         self._ran = False
+
+    def contributions(self, d: int, rules: GossipRules) -> Contributions:
+        """Decoded updates, shared by all peers: one that all receive is decoded and checked once."""
+        key = (d, rules.compression, rules.step_max)
+        return self._contributions.setdefault(key, Contributions(d, rules))
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -331,20 +340,20 @@ class Simulation:
         return next((p.name for p in self.peers if p.peer_id.endswith(peer_end)), peer_end)
 
     def _sample(self) -> None:
-        newest = max((s.round for s in self.running_states()), default=0)
+        newest = max((_round(p.node) for p in self.peers if not p.byzantine), default=0)
         for peer in self.peers:
             node = peer.node
             if node is None or node.rounds is None:
                 self._close_span(peer.name)
                 continue
-            at, progress, state = round(self.now, 3), node.rounds.progress, node.rounds.state
-            self._point("lag", peer, at, newest - state.round)
-            self._point("round", peer, at, state.round)
+            at, progress, round_ = round(self.now, 3), node.rounds.progress, _round(node)
+            self._point("lag", peer, at, newest - round_)
+            self._point("round", peer, at, round_)
             self._point("bytes", peer, at, sum(node.mesh.traffic.sent.values()))
             for name in ("loss", "reward"):
                 if name in progress.metrics:
                     self._point(name, peer, at, progress.metrics[name])
-            self._span(peer.name, progress.phase, state.round + 1)
+            self._span(peer.name, progress.phase, round_ + 1)
 
     def _point(self, series: str, peer: Peer, at: float, value: float) -> None:
         self._series[series].setdefault(peer.name, []).append([at, float(value)])
@@ -419,6 +428,13 @@ class Simulation:
             errors=self._errors,
             replay="",
         )
+
+
+def _round(node: Node | None) -> int:
+    """Of its shared state, without making one: in gossip mode that costs something."""
+    if node is None or node.rounds is None:
+        return 0
+    return node.rounds.log.included if isinstance(node.rounds, Gossip) else node.rounds.state.round
 
 
 def names(peers: Sequence[Peer]) -> tuple[str, ...]:

@@ -43,6 +43,13 @@ NEWS_MAX = 1024
 # A checkpoint holds the whole log: a new one is written when the log has grown by this share, or after this time.
 SAVE_GROWTH = 0.25
 SAVE_SECONDS = 60.0
+# In a swarm so large that not everybody is a neighbour, news and exchanges go to neighbours, who are connected already; this
+# share of the exchanges goes to members drawn from all.
+STRAY_SHARE = 1 / 32
+# News is fetched at once, but on average not more often than so many times in an interval: where there is more of it, each
+# fetch brings more, so that its cost does not grow with the number of updates.
+FETCHES_PER_INTERVAL = 8
+ROUNDING_SECONDS = 1e-6  # a wait may end this much early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,7 @@ class Gossip:
         journal: Journal,
         post: Callable[[str, Envelope], None],
         alive: Callable[[], set[str]],
+        near: Callable[[], frozenset[str]],
         banned: Callable[[str], bool],
         trouble: Callable[[str, BaseException], None],
         life_over: Callable[[], None],
@@ -91,6 +99,7 @@ class Gossip:
     ) -> None:
         """
         Args:
+            near: the live peers to stay connected to, all of them in a small swarm (protocol/overlay.py).
             life_over: what is published next needs a new incarnation.
             save: makes log, book and learner durable; says whether it succeeded.
             record: writes one line of history.
@@ -99,7 +108,8 @@ class Gossip:
         self._clock, self._rng, self.settings = clock, rng, settings
         self.replica, self._exchange = replica, exchange
         self._work, self._journal = work, journal
-        self._post, self._alive, self._banned, self._trouble = post, alive, banned, trouble
+        self._post, self._alive, self._near = post, alive, near
+        self._banned, self._trouble = banned, trouble
         self._life_over, self._save, self._record = life_over, save, record
         self._say, self._hold, self._started = say, hold, started
         self.progress = Progress()
@@ -111,6 +121,7 @@ class Gossip:
         self._leaving = False
         self._wake = asyncio.Event()
         self._news: dict[str, Tops] = {}  # peers that told of something we lack, in the order heard
+        self._fetches_paid = 0.0  # until when fetches so far use up what is allowed
         self._due: dict[str, float] = {}  # peers that an exchange is due with, and from when on
         self._round_started = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,7 +209,7 @@ class Gossip:
     def grew(self, keys: set[Key], but: str = "") -> None:
         """News of grown chains to a few peers."""
         tops = {key: top for key in sorted(keys)[:NEWS_MAX] if (top := self.log.vector.entries.get(key)) is not None}
-        others = sorted(self._alive() - {but})
+        others = sorted(self._near() - {but})
         if tops:
             envelope = Envelope(gossip_news=gossip_wire.encode_news(tops))
             for peer in self._rng.sample(others, min(self.settings.fanout, len(others))):
@@ -316,6 +327,8 @@ class Gossip:
             try:
                 room = len(self._busy) < EXCHANGES_MAX  # else the end of a transfer wakes us
                 until = min([next_at, *(at for peer, at in self._due.items() if room and peer not in self._busy)])
+                if room and self._news.keys() - self._busy:  # left over, because it is too early for another fetch
+                    until = min(until, self._may_fetch_at() + ROUNDING_SECONDS)
                 await asyncio.wait_for(self._wake.wait(), max(0.0, until - self._clock.now()))
             except asyncio.TimeoutError:
                 pass
@@ -323,8 +336,10 @@ class Gossip:
             if self._clock.now() >= next_at:
                 # ± 25 %, or all would meet at once.
                 next_at = self._clock.now() + self.settings.interval_s * (0.75 + 0.5 * self._rng.random())
-                if alive := sorted(self._alive()):
-                    self._due[self._rng.choice(alive)] = self._clock.now()
+                near, alive = self._near(), self._alive()
+                stray = len(near) < len(alive) and self._rng.random() < STRAY_SHARE
+                if others := sorted(alive if stray else near):
+                    self._due[self._rng.choice(others)] = self._clock.now()
             self._start_some()
 
     def _start_some(self) -> None:
@@ -340,8 +355,17 @@ class Gossip:
                     del self._due[peer]
                     self._news.pop(peer, None)
                     self._begin(peer, self._exchange.exchange(peer))
-                elif peer in self._news:
+                elif not self._exchange.lacking(self._news[peer]):
+                    del self._news[peer]  # others have brought it meanwhile
+                elif self._exchange.apart(self._news[peer]):
+                    del self._news[peer]
+                    self._begin(peer, self._exchange.exchange(peer))
+                elif now >= self._may_fetch_at():
+                    self._fetches_paid = max(now, self._fetches_paid) + self.settings.interval_s / FETCHES_PER_INTERVAL
                     self._begin(peer, self._exchange.fetch(peer, self._news.pop(peer)))
+
+    def _may_fetch_at(self) -> float:
+        return self._fetches_paid - self.settings.interval_s
 
     def _begin(self, peer: str, transfer: Coroutine[Any, Any, bool]) -> None:
         async def transferring() -> None:

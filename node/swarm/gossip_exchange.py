@@ -29,7 +29,7 @@ from ...protocol.errors import PeerFault
 from ...protocol.gossip_wire import Hello, Range, Tops
 from ...protocol.transport import Clock, DialError, Stream, StreamClosed
 from ...protocol.version import VersionVector
-from ...protocol.wire_pb2 import GossipHello, GossipStart, GossipWant, Signed, UpdateStart
+from ...protocol.wire_pb2 import GossipHello, GossipStart, GossipWant, Updates
 from .frames import parse, receive_payload, send_payload
 from .replica import Replica
 
@@ -40,6 +40,9 @@ FRAME_SECONDS = 30.0
 CLAIM_SECONDS = 15.0
 # Bytes of updates that one exchange brings at most in each direction; the rest comes with the next.
 EXCHANGE_BYTES_MAX = 64 * 1024 * 1024
+# Payloads up to this size travel inside the frame that announces them, several in one.
+INLINE_BYTES_MAX = 16 * 1024
+INLINE_OVERHEAD_BYTES = 32  # of one update in such a frame: tags and lengths
 # Exchanges in a row in which nobody could give the next update of a chain, until a snapshot is taken instead.
 STARVED_MAX = 4
 _TROUBLE = (StreamClosed, DialError, asyncio.TimeoutError, PeerFault)
@@ -64,9 +67,11 @@ class GossipExchange:
         hold: Callable[[], Awaitable[None]],
         trouble: Callable[[str, BaseException], None],
         say: Callable[..., None],
+        verify: Callable[[Header, bytes], None] = lambda header, payload: None,
     ) -> None:
         """
         Args:
+            verify: of an update, what its header's signature does not cover; raises PeerFault.
             equivocation: told of two headers under one dot; bans their origin and spreads the proof.
             send_proof: to one peer that has not heard of it.
             download: the state at a peer's floor, by the hash of its file; from everybody who has it.
@@ -78,7 +83,7 @@ class GossipExchange:
         self._payload_bytes_max = payload_bytes_max
         self._open, self._equivocation, self._send_proof = open_stream, equivocation, send_proof
         self._download, self._grew, self._again = download, grew, again
-        self._hold, self._trouble, self._say = hold, trouble, say
+        self._hold, self._trouble, self._say, self._verify = hold, trouble, say, verify
         self._claims: dict[Key, float] = {}  # chains that are being fetched, and until when
         self._suspect: dict[str, set[Key]] = {}  # peer → chains whose heads differ from ours
         self._starved: dict[Key, int] = {}
@@ -162,7 +167,8 @@ class GossipExchange:
             )
         staged: list[tuple[Header, bytes]] | None = [] if decision.kind is Kind.MERGE and averaging else None
         if decision.kind in (Kind.KEEP, Kind.TAKE):
-            self._decided(decision.kind, ours, theirs)
+            loser_weight = our_weight if decision.kind is Kind.TAKE else want.concurrent_weight
+            self._decided(decision.kind, ours, theirs, loser_weight)
         elif decision.kind is Kind.ADD:
             self.replica.hear(theirs)
             if theirs.base == self.replica.log.base:
@@ -180,11 +186,11 @@ class GossipExchange:
             self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
         if got:
             self._grew(got, peer)
-        await self._catch_up(peer, theirs, decision.kind, wanted)
+        await self._catch_up(peer, ours, theirs, decision.kind, wanted)
 
-    def _decided(self, kind: Kind, ours: Hello, theirs: Hello) -> None:
-        """One side is heavier. Between sums with different bases nothing is frozen: the lighter one is replaced whole."""
-        if ours.base == theirs.base:
+    def _decided(self, kind: Kind, ours: Hello, theirs: Hello, loser_weight: int) -> None:
+        """One side is heavier."""
+        if self.replica.abandons(ours, theirs, loser_weight):
             winner, loser = (ours, theirs) if kind is Kind.KEEP else (theirs, ours)
             self.replica.abandon(winner.tops, loser.tops)
 
@@ -214,7 +220,7 @@ class GossipExchange:
             if fork is not None and disputed and theirs.frontier.get((origin, incarnation), (0,))[0] < seq:
                 self._send_proof(peer, fork)
 
-    async def _catch_up(self, peer: str, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
+    async def _catch_up(self, peer: str, ours: Hello, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
         """Take the state at the other's floor where its log cannot help any more."""
         replica = self.replica
         for one in wanted:
@@ -225,6 +231,7 @@ class GossipExchange:
         forced = kind is Kind.TAKE and (
             theirs.base != replica.log.base
             or any(s > replica.log.vector.seq(*k) for k, (s, _) in theirs.frontier.items())
+            or any(theirs.tops.get(k, (0,))[0] > s for k, s in ours.limits.items())  # their limits replace ours
         )
         behind = any(
             theirs.frontier.get(key, (0,))[0] >= seq > replica.log.vector.seq(*key)
@@ -240,6 +247,7 @@ class GossipExchange:
                 replica.replace(snapshot)
                 self._starved.clear()
                 self._say("state at the floor taken", included=replica.state.round, forced=forced)
+            if snapshot is not None or forced:  # their floor may have changed since their hello
                 self._again(peer)
         finally:
             self._replacing = False
@@ -255,16 +263,19 @@ class GossipExchange:
 
     # ------------------------------------------------------------------------------------------------ asking
 
+    def apart(self, tops: Tops) -> bool:
+        """Whether these chains have so much more than ours that an exchange must decide about it (`Replica.apart`)."""
+        return self.replica.apart((one.key, one.last - one.first + 1) for one in self.lacking(tops))
+
     def lacking(self, tops: Tops) -> list[Range]:
         """What these chains have and ours do not."""
-        ours, frozen = self.replica.log.vector, self.replica.log.frozen
-        found = []
-        for key, (seq, _) in sorted(tops.items()):
-            have = ours.seq(*key)
-            last = min(seq, frozen.get(key, seq))
-            if last > have:
-                found.append(Range(key, have + 1, last))
-        return found
+        log = self.replica.log
+        more = [(key, seq) for key, (seq, _) in tops.items() if seq > log.top(key)[0]]
+        if not more:
+            return []
+        frozen = log.frozen
+        found = [Range(key, log.top(key)[0] + 1, min(seq, frozen.get(key, seq))) for key, seq in sorted(more)]
+        return [one for one in found if one.first <= one.last]
 
     def _unclaimed(self, lacking: list[Range]) -> list[Range]:
         """Without chains that another exchange is bringing: a chain comes in order, so from one peer at a time."""
@@ -299,16 +310,28 @@ class GossipExchange:
         """What the other asked for, as far as it is here and within an exchange's bytes."""
         budget = EXCHANGE_BYTES_MAX
         log = self.replica.log
+        frame, room = Updates(), limits.PAYLOAD_FRAME_BYTES
         for one in wanted:
             for seq in range(one.first, min(one.last, log.vector.seq(*one.key)) + 1):
                 header = log.header_at(one.key, seq)
                 if header is None or budget < 0:
                     break
                 payload = log.payload(header.dot)
-                start = UpdateStart(header=Signed.FromString(header.signed), payload_size=len(payload))
-                await stream.send(start.SerializeToString())
-                await send_payload(stream, payload)
                 budget -= len(payload)
+                inline = len(payload) <= INLINE_BYTES_MAX
+                size = len(header.signed) + len(payload) + INLINE_OVERHEAD_BYTES
+                if frame.updates and (not inline or size > room):
+                    await stream.send(frame.SerializeToString())
+                    frame, room = Updates(), limits.PAYLOAD_FRAME_BYTES
+                start = frame.updates.add(payload_size=len(payload), payload=payload if inline else b"")
+                start.header.MergeFromString(header.signed)
+                room -= size
+                if not inline:
+                    await stream.send(frame.SerializeToString())
+                    await send_payload(stream, payload)
+                    frame, room = Updates(), limits.PAYLOAD_FRAME_BYTES
+        if frame.updates:
+            await stream.send(frame.SerializeToString())
         await stream.done_sending()
 
     async def _receive(self, peer: str, stream: Stream, staged: list[tuple[Header, bytes]] | None = None) -> set[Key]:
@@ -322,17 +345,22 @@ class GossipExchange:
                 if end.clean:
                     return grew
                 raise
-            start = UpdateStart()
-            parse(start, frame)
-            header = decode_header(start.header, self._run_id)
-            room -= header.payload_size
-            if start.payload_size != header.payload_size or header.payload_size > self._payload_bytes_max or room < 0:
-                raise PeerFault("bad_payload", f"{start.payload_size} bytes announced for {header.dot}")
-            payload = await receive_payload(stream, header.payload_size, FRAME_SECONDS, fault="bad_payload")
-            if staged is not None:
-                staged.append((header, payload))
-            elif self._take(peer, header, payload):
-                grew.add((header.dot.peer, header.dot.incarnation))
+            updates = Updates()
+            parse(updates, frame)
+            for start in updates.updates:
+                header = decode_header(start.header, self._run_id)
+                size = header.payload_size
+                room -= size
+                if start.payload_size != size or size > self._payload_bytes_max or room < 0:
+                    raise PeerFault("bad_payload", f"{start.payload_size} bytes announced for {header.dot}")
+                payload = start.payload
+                if size > INLINE_BYTES_MAX:
+                    payload = await receive_payload(stream, size, FRAME_SECONDS, fault="bad_payload")
+                self._verify(header, payload)
+                if staged is not None:
+                    staged.append((header, payload))
+                elif self._take(peer, header, payload):
+                    grew.add((header.dot.peer, header.dot.incarnation))
 
     def _take(self, peer: str, header: Header, payload: bytes) -> bool:
         """Put one update into the log, or find what is wrong with it. Whether it is new."""

@@ -136,16 +136,43 @@ class Link:
 
     addresses: list[str] = field(default_factory=list)
     used_at: float = 0.0
-    queue: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=limits.MESSAGE_QUEUE_MAX))
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     breaker: Breaker = field(default_factory=Breaker)
     connection: Connection | None = None
     token: bytes = b""  # our session there
     boot_id: bytes = b""  # of the process behind `connection`
     control: SessionStream | None = None  # on our connection
     accepted: list[SessionStream] = field(default_factory=list)  # control streams that the peer opened
-    streams: weakref.WeakSet[SessionStream] = field(default_factory=weakref.WeakSet)  # all others, either way
     sender: asyncio.Task[None] | None = None
+    _queue: deque[tuple[float, bytes]] | None = None
+    _lock: asyncio.Lock | None = None
+    _streams: weakref.WeakSet[SessionStream] | None = None
+
+    # Made when first used: most members of a large swarm are only heard of.
+
+    @property
+    def queue(self) -> deque[tuple[float, bytes]]:
+        """Messages to be sent, and when they were queued."""
+        if self._queue is None:
+            self._queue = deque(maxlen=limits.MESSAGE_QUEUE_MAX)
+        return self._queue
+
+    @property
+    def lock(self) -> asyncio.Lock:
+        """Held while dialing."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    @property
+    def streams(self) -> weakref.WeakSet[SessionStream]:
+        """All but control streams, either way."""
+        if self._streams is None:
+            self._streams = weakref.WeakSet()
+        return self._streams
+
+    @property
+    def dialing(self) -> bool:
+        return self._lock is not None and self._lock.locked()
 
     def remember(self, *addresses: str) -> None:
         """Newest first, at most ADDRESSES_MAX."""
@@ -158,16 +185,16 @@ class Link:
     def cancel_streams(self, reason: str) -> None:
         """End all streams at once, oldest first (a WeakSet has no order of its own)."""
         control = [self.control] if self.control is not None else []
-        for stream in sorted([*self.streams, *self.accepted, *control], key=lambda s: s.serial):
+        for stream in sorted([*(self._streams or ()), *self.accepted, *control], key=lambda s: s.serial):
             stream.cancel(reason)
 
     def quiet(self) -> bool:
         """Whether nothing of ours is under way but what may come on control streams."""
         sending = self.sender is not None and not self.sender.done()
-        ours = any(s.session is None and not s.given_up for s in self.streams)
-        return not (self.queue or sending or ours or self.lock.locked())
+        ours = any(s.session is None and not s.given_up for s in self._streams or ())
+        return not (self._queue or sending or ours or self.dialing)
 
     def idle(self) -> bool:
         """Whether nothing is lost but addresses when this is forgotten."""
         sending = self.sender is not None and not self.sender.done()
-        return not (self.connection or self.accepted or self.queue or sending or self.lock.locked())
+        return not (self.connection or self.accepted or self._queue or sending or self.dialing)

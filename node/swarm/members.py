@@ -93,6 +93,11 @@ class Members:
         view = self.machine.member(peer)
         return view.summary if view else None
 
+    def acquainted(self, peer: str) -> bool:
+        """Whether a new connection with it needs no exchange of whole tables: it is a live member of a large swarm, in which
+        connections come and go."""
+        return self.machine.sparse and self.machine.state(peer) is State.ALIVE
+
     def known_dot(self, peer: str) -> tuple[int, int]:
         """Highest life heard of a peer; its seq is the rounds' business."""
         view = self.machine.member(peer)

@@ -24,20 +24,26 @@ from ...protocol.version import Dot, VersionVector
 from ..store.gossip_file import file_hash, floor_only
 from .state import SharedState
 
+# Updates of every peer that two sides may be apart and still be added: so many outer steps, whatever the size of the swarm.
+HEAL_UPDATES = 8
+
 
 @dataclass(frozen=True)
 class ReplicaSettings:
     """The manifest's part.
 
     Attributes:
-        heal_max: concurrent weight of the lighter side up to which two sides are simply added.
+        heal_max: concurrent weight of the lighter side up to which two sides are simply added; 0: HEAL_UPDATES times `usual`
+            for every peer that either side has heard.
         heal_rule: what is done above it.
         compact_updates: a log of more updates than this per chain is compacted.
+        usual: weight of a usual update.
     """
 
     heal_max: int
     heal_rule: Rule
     compact_updates: int
+    usual: int
 
 
 class Replica:
@@ -201,6 +207,20 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------ healing
 
+    def apart(self, lacking: Iterable[tuple[Key, int]]) -> bool:
+        """Whether so many updates of these chains are missing here that it must be decided first whether they are added.
+
+        News is fetched without that decision. The chains of one side differ by a few updates at any time; those of two sides by
+        more in any chain that has grown, since only what has grown is news.
+        """
+        usual = max(1, self.log.total_weight // max(1, self.log.included))
+        origins = len({peer for peer, _ in self.log.vector.entries})
+        gap_max = max(1, self._heal_max(origins) // (usual * max(1, origins)))
+        return any(missing > gap_max for _, missing in lacking)
+
+    def _heal_max(self, origins: int) -> int:
+        return self.settings.heal_max or HEAL_UPDATES * self.settings.usual * max(1, origins)
+
     def decide(self, ours: Hello, theirs: Hello, our_weight: int, their_weight: int) -> Decision:
         """What to do where two peers meet that have shown these hellos. Both find the same.
 
@@ -213,10 +233,18 @@ class Replica:
         if ours.base == theirs.base and ours_beyond and theirs_beyond:
             # Each side calls final what the other has not: neither can have the other's log any more.
             return Decision(heavier, "both sides have compacted what the other lacks")
+        heal_max = self._heal_max(len({peer for peer, _ in [*ours.tops, *theirs.tops]}))
+        taken = max(
+            our_weight if _cuts(theirs.limits, ours.tops) else 0, their_weight if _cuts(ours.limits, theirs.tops) else 0
+        )
+        if ours.base == theirs.base and taken > heal_max:
+            # Other pairs have met before and found the other side the heavier one. Joining the limits of both decisions would
+            # take back the work of both sides.
+            return Decision(heavier, f"an earlier healing would take back a weight of {taken}, above {heal_max}")
         decision = heal(
             Side(ours.total_weight, our_weight, ours.state_hash, ours.base),
             Side(theirs.total_weight, their_weight, theirs.state_hash, theirs.base),
-            heal_max=self.settings.heal_max,
+            heal_max=heal_max,
             rule=self.settings.heal_rule,
         )
         if decision.kind is Kind.MERGE and ours.base == theirs.base and (ours_beyond or theirs_beyond):
@@ -229,6 +257,12 @@ class Replica:
         fresh = {key: seq for key, seq in limits.items() if seq < self.log.limits.get(key, 2**63)}
         if fresh:
             self._freeze(fresh)
+
+    def abandons(self, ours: Hello, theirs: Hello, loser_weight: int) -> bool:
+        """Whether the loser's chains end where the winner has them. Between sums of different bases the loser is replaced
+        whole, and the little that it has beyond the winner is added; much of it would overshoot."""
+        origins = len({peer for peer, _ in [*ours.tops, *theirs.tops]})
+        return ours.base == theirs.base or loser_weight > self._heal_max(origins)
 
     def abandon(self, winner: Mapping[Key, tuple[int, bytes]], loser: Mapping[Key, tuple[int, bytes]]) -> Retraction:
         """The heavier side has won: the other's chains end where the winner has them."""
@@ -262,7 +296,7 @@ class Replica:
         kept = self.log.snapshot().kept
         sides = []
         for tops in (ours.tops, theirs.tops):
-            log = UpdateLog.from_snapshot(self.theta0, self.log.rules, base)
+            log = UpdateLog.from_snapshot(self.theta0, self.log.rules, base, contributions=self.log.contributions)
             for header, payload in [*kept, *updates]:
                 named = header.dot.seq <= tops.get((header.dot.peer, header.dot.incarnation), (0,))[0]
                 if named and log.judge(header)[0] is Verdict.NEW:
@@ -277,7 +311,7 @@ class Replica:
         """Another sum in place of ours; what our log has above it is put on top again. Own updates lost so flow back."""
         old = self.log
         before = [dot for dot in self._book.dots() if self._book.adopted(dot)]
-        self.log = UpdateLog.from_snapshot(self.theta0, old.rules, snapshot)
+        self.log = UpdateLog.from_snapshot(self.theta0, old.rules, snapshot, contributions=old.contributions)
         self._floor = None
         for fork in old.proofs.values():
             self.log.retract(fork)
@@ -287,6 +321,10 @@ class Replica:
         self._stability = Stability(self.me, self._head_at)
         self._durable = VersionVector({})
         self._owe(before)
+
+
+def _cuts(limits: Mapping[Key, int], tops: Mapping[Key, tuple[int, bytes]]) -> bool:
+    return any(seq < tops.get(key, (0,))[0] for key, seq in limits.items())
 
 
 def _beyond(frontier: Mapping[Key, tuple[int, bytes]], tops: Mapping[Key, tuple[int, bytes]]) -> bool:
@@ -302,7 +340,7 @@ def shared_state(log: UpdateLog) -> SharedState:
     return SharedState.make(
         theta=log.theta,
         outer=None,
-        round_=sum(seq for seq, _ in vector.entries.values()),
+        round_=log.included,
         lineage=log.version,
         vector=vector,
         electorate=(),

@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from ...protocol.version import sha256
 
 SHARDS = 256  # fine enough that weights within a factor of ten are met to a few per cent
@@ -42,8 +44,17 @@ def owner(shard: int, weights: Mapping[str, float]) -> str:
 
 @lru_cache(maxsize=256)
 def _owners(weights: tuple[tuple[str, float], ...], count: int) -> tuple[str, ...]:
-    """Of every shard. Views of the swarm change rarely, rounds begin often."""
-    return tuple(owner(shard, dict(weights)) for shard in range(count))
+    """`owner` of every shard. Views of the swarm change rarely, rounds begin often."""
+    best_first = sorted(weights, reverse=True)  # by peer: of equal scores argmax takes the first
+    distances = np.stack([_distances(peer, count) for peer, _ in best_first])
+    scores = np.array([[max(weight, 1e-9)] for _, weight in best_first]) / distances
+    return tuple(best_first[row][0] for row in scores.argmax(axis=0).tolist())
+
+
+@lru_cache(maxsize=2048)
+def _distances(peer: str, count: int) -> np.ndarray:
+    """float64 [count], by shard."""
+    return np.array([_distance(shard, peer) for shard in range(count)])
 
 
 def assign(me: str, weights: Mapping[str, float], count: int = SHARDS) -> tuple[int, ...]:
