@@ -64,7 +64,8 @@ def model_with_a_chat_template(folder: Path) -> Path:
     from shoal.node.rl.models import load_model
 
     loaded = load_model(ModelConfig(tiny=TinyConfig(hidden=32, layers=2, heads=2, mlp=64)), seed=3, device="cpu")
-    loaded.tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    messages = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    loaded.tokenizer.chat_template = messages + "{% if add_generation_prompt %}a:{% endif %}"
     export_merged(loaded, folder)
     return folder
 
