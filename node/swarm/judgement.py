@@ -4,7 +4,7 @@ Judges differ in where their scale begins, so each one's group median is taken o
 weighted median of what the judges think of it relative to its group, plus the weighted median of those group medians. A
 weighted median cannot be moved beyond what honest judges said by any minority of the weight.
 
-A judge's weight follows how it agreed in the past with the others' median on which of two completions is better. It never
+A judge's weight follows how it agreed in the past with the others' median on which completions of a group are better. It never
 leaves [WEIGHT_MIN, 1]: so nobody's past makes them more than a fixed multiple of a newcomer, and nobody is without a way back.
 """
 
@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
 WEIGHT_MIN = 0.05
 # What a judge that was never heard is taken to agree: below one with a good past, above one with a bad one.
 PRIOR = 0.5
-# Of the old agreement that is kept per batch: a judge that turns is noticed within ten.
+# Of the old agreement that is kept per batch whose answers are told apart without doubt; a judge that turns is noticed within
+# ten such. Of others more is kept (`information`).
 MEMORY = 0.8
+# Squared correlations up to this many times what chance makes of them teach nothing.
+CHANCE = 2.0
+FLAT = 1e-12  # variance of scores that are all equal but for rounding
 JUDGES_MAX = 4096
 
 
@@ -66,21 +71,51 @@ def combine(scores: np.ndarray, weights: np.ndarray, sizes: Sequence[int]) -> np
     return result
 
 
-def concordance(scores: np.ndarray, reference: np.ndarray, sizes: Sequence[int]) -> float:
-    """Agreement with a reference on which of two completions of a group is better, -1 to 1 (Kendall's tau-a over the pairs
-    that the reference tells apart); NaN when there is none.
+def correlation(scores: np.ndarray, reference: np.ndarray, sizes: Sequence[int]) -> float:
+    """Pearson's correlation of what both say of the completions relative to their group, pooled over the groups, -1 to 1.
+
+    Of answers that differ clearly it counts more whether they are told apart than of answers that are about alike: when a
+    policy gives almost always the right one, most pairs are alike, and their order is noise.
 
     Args:
-        scores: fp64 [n]; a tie or an absent value agrees with nothing and contradicts nothing.
+        scores: fp64 [n], NaN is absent and counts nowhere.
         reference: fp64 [n].
+
+    Returns:
+        0 where `scores` tell nothing apart; NaN where `reference` does not.
     """
-    total, pairs = 0.0, 0
+    one, other = [], []
     for part in _slices(sizes):
-        wanted = np.nan_to_num(np.sign(reference[part][:, None] - reference[part][None, :]))
-        found = np.nan_to_num(np.sign(scores[part][:, None] - scores[part][None, :]))
-        total += float((wanted * found).sum())
-        pairs += int(np.count_nonzero(wanted))
-    return total / pairs if pairs else float("nan")
+        both = ~np.isnan(scores[part]) & ~np.isnan(reference[part])
+        if both.any():
+            one.append(scores[part][both] - scores[part][both].mean())
+            other.append(reference[part][both] - reference[part][both].mean())
+    if not one:
+        return float("nan")
+    x, y = np.concatenate(one), np.concatenate(other)
+    power = float((x * x).sum()), float((y * y).sum())
+    if power[1] <= FLAT * len(y):
+        return float("nan")
+    if power[0] <= FLAT * len(x):
+        return 0.0
+    return float(np.clip((x * y).sum() / np.sqrt(power[0] * power[1]), -1.0, 1.0))
+
+
+def information(scores: np.ndarray, sizes: Sequence[int]) -> float:
+    """How much the judges' words have to do with each other, 0 to 1: the middle pair's squared correlation, beyond chance.
+
+    Opposite words count like equal ones, since a liar knows what it lies about. 0 when the answers are alike and judges only
+    differ by their noise: then agreement is chance and says nothing of a judge. The middle of all pairs, so that a minority
+    that speaks in unison cannot make a batch of alike answers count.
+
+    Args:
+        scores: fp64 [judges, n], NaN is absent.
+    """
+    found = [correlation(scores[i], scores[j], sizes) ** 2 for i, j in combinations(range(len(scores)), 2)]
+    freedom = sum(sizes) - len(sizes)  # of unrelated scores the squared correlation is 1 / freedom, on average
+    if not found or freedom < 1:
+        return 0.0
+    return max(0.0, float(np.median(np.nan_to_num(found))) - CHANCE / freedom)
 
 
 class Trust:
@@ -97,7 +132,8 @@ class Trust:
     def learn(self, judges: Sequence[str], scores: np.ndarray, sizes: Sequence[int]) -> None:
         """Compare each judge with the combined word of the others, weighted as before this batch.
 
-        Nothing is learned of a judge that stands against a single other: which of the two is wrong?
+        Nothing is learned of a judge that stands against a single other (which of the two is wrong?), and nothing
+        from a batch of answers that are alike.
 
         Args:
             scores: fp64 [judges, n].
@@ -105,12 +141,13 @@ class Trust:
         if len(judges) < 3:
             return
         weights = self.weights(judges)
+        rate = (1 - MEMORY) * information(scores, sizes)
         for i, judge in enumerate(judges):
             others = np.arange(len(judges)) != i
-            agreed = concordance(scores[i], combine(scores[others], weights[others], sizes), sizes)
+            agreed = correlation(scores[i], combine(scores[others], weights[others], sizes), sizes)
             if not np.isnan(agreed):
                 before = self._agreement.get(judge, PRIOR)
-                self._agreement[judge] = MEMORY * before + (1 - MEMORY) * agreed
+                self._agreement[judge] = (1 - rate) * before + rate * agreed
                 self._agreement.move_to_end(judge)
         while len(self._agreement) > JUDGES_MAX:
             self._agreement.popitem(last=False)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.node.swarm.judgement import WEIGHT_MIN, Trust, combine, concordance, weighted_median
+from shoal.node.swarm.judgement import WEIGHT_MIN, Trust, combine, correlation, information, weighted_median
 
 unit = st.floats(0, 1, width=32)
 
@@ -94,13 +94,16 @@ def test_groups_are_combined_apart(scores, weights):
     assert whole[4:] == pytest.approx(combine(scores[:, 4:], weights, [2]))
 
 
-def test_concordance_of_the_same_the_opposite_and_the_indifferent():
+def test_correlation_of_the_same_the_opposite_and_the_indifferent():
     truth = np.array([0.1, 0.5, 0.5, 0.9, 0.2, 0.3])
-    assert concordance(truth, truth, [4, 2]) == 1.0
-    assert concordance(1 - truth, truth, [4, 2]) == -1.0
-    assert concordance(np.full(6, 0.7), truth, [4, 2]) == 0.0
-    assert np.isnan(concordance(truth, np.full(6, 0.5), [4, 2]))
-    assert concordance(np.array([0.9, 0.1]), np.array([0.1, 0.9]), [1, 1]) != 0.0  # two groups: nothing to compare
+    assert correlation(truth, truth, [4, 2]) == pytest.approx(1.0)
+    assert correlation(0.3 + truth / 7, truth, [4, 2]) == pytest.approx(1.0)  # a judge's scale is its own
+    assert correlation(1 - truth, truth, [4, 2]) == pytest.approx(-1.0)
+    assert correlation(np.full(6, 0.7), truth, [4, 2]) == 0.0
+    assert np.isnan(correlation(truth, np.full(6, 0.5), [4, 2]))
+    assert np.isnan(correlation(np.array([0.9, 0.1]), np.array([0.1, 0.9]), [1, 1]))  # two groups: nothing to compare
+    absent = np.where(truth == 0.9, np.nan, 1 - truth)
+    assert correlation(absent, truth, [4, 2]) == pytest.approx(-1.0)
 
 
 @settings(max_examples=20)
@@ -121,7 +124,7 @@ def test_liars_in_the_minority_lose_their_weight(seed, liars):
     scores[:liars] = 1 - truth
     without = combine(scores[liars:], weights[liars:], [8] * 8)
     together = combine(scores, weights, [8] * 8)
-    assert concordance(together, truth, [8] * 8) > concordance(without, truth, [8] * 8) - 0.1
+    assert correlation(together, truth, [8] * 8) > correlation(without, truth, [8] * 8) - 0.1
 
 
 def test_weights_are_bounded_and_a_lone_pair_teaches_nothing():
@@ -129,7 +132,58 @@ def test_weights_are_bounded_and_a_lone_pair_teaches_nothing():
     for _ in range(100):
         trust.learn(["a", "b"], np.array([[0.1, 0.9], [0.9, 0.1]]), [2])
     assert trust.weights(["a", "b"]).tolist() == [0.5, 0.5]
+    row = np.array([0.1, 0.9, 0.4, 0.2])
     for _ in range(100):
-        trust.learn(["a", "b", "c"], np.array([[0.1, 0.9], [0.9, 0.1], [0.2, 0.8]]), [2])
+        trust.learn(["a", "b", "c"], np.array([row, 1 - row, row + 0.1]), [4])
     weights = trust.weights(["a", "b", "c", "new"])
     assert weights.min() == WEIGHT_MIN == weights[1] and weights.max() <= 1.0 and weights[3] == 0.5
+
+
+def test_answers_that_are_alike_teach_nothing_of_the_judges():
+    rng = np.random.default_rng(1)
+    truth = np.tile([0.2, 0.8], 32)
+    told = np.array([truth + 0.1 * rng.standard_normal(64) for _ in range(4)])
+    flat = np.array([0.5 + 0.1 * rng.standard_normal(64) for _ in range(4)])
+    assert information(told, [8] * 8) > 0.8
+    assert information(flat, [8] * 8) < 0.02
+    assert information(np.full((3, 4), 0.5), [4]) == 0.0
+    unison = np.concatenate([flat[:1], flat])  # two that say the same of alike answers, among five
+    assert information(unison, [8] * 8) < 0.02
+    told[0] = 1 - truth
+    assert information(told, [8] * 8) > 0.8
+    trust, judges = Trust(), ["liar", "b", "c", "d"]
+    for _ in range(30):
+        scores = np.array([truth + 0.1 * rng.standard_normal(64) for _ in judges])
+        scores[0] = 1 - truth
+        trust.learn(judges, scores, [8] * 8)
+    before = trust.weights(judges)
+    for _ in range(200):
+        trust.learn(judges, np.array([0.5 + 0.1 * rng.standard_normal(64) for _ in judges]), [8] * 8)
+    assert before[0] == WEIGHT_MIN and trust.weights(judges) == pytest.approx(before, abs=0.1)
+
+
+@pytest.mark.parametrize("right", [0.05, 0.5, 0.98])
+def test_honest_judges_keep_their_weight_however_rare_wrong_or_right_answers_are(right):
+    rng = np.random.default_rng(2)
+    trust, judges = Trust(), ["liar", "b", "c", "d"]
+    for _ in range(300):
+        truth = (rng.random(64) < right).astype(float)
+        scores = np.array([0.2 + 0.6 * truth + 0.1 * rng.standard_normal(64) for _ in judges])
+        scores[0] = 1 - truth
+        trust.learn(judges, scores, [8] * 8)
+    weights = trust.weights(judges)
+    assert weights[0] == WEIGHT_MIN and (weights[1:] > 0.4).all()
+
+
+def test_a_judge_that_turns_is_noticed_within_ten_batches():
+    rng = np.random.default_rng(3)
+    trust, judges = Trust(), ["turns", "b", "c", "d"]
+    for batch in range(60):
+        truth = (rng.random(64) < 0.4).astype(float)
+        scores = np.array([0.2 + 0.6 * truth + 0.1 * rng.standard_normal(64) for _ in judges])
+        if batch < 50:
+            trusted = trust.weights(judges)[0]
+        else:
+            scores[0] = 1 - scores[0]
+        trust.learn(judges, scores, [8] * 8)
+    assert trusted > 0.8 and trust.weights(judges)[0] == WEIGHT_MIN

@@ -76,7 +76,7 @@ def test_one_of_four_lies_and_soon_nobody_listens() -> None:
             verdict = await asker.ask(GROUPS)
             assert verdict is not None and verdict.scores == TRUTH
         weights = dict(zip("abcd", asker.trust.weights(list("abcd")).tolist(), strict=True))
-        assert weights["b"] == 0.05 and min(weights[p] for p in "acd") > 0.9
+        assert weights["b"] == 0.05 and min(weights[p] for p in "acd") > 0.8
 
     run(test())
 
