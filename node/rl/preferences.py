@@ -17,6 +17,7 @@ from ..judging import Group, Scores
 
 FILE_BYTES_MAX = 1 << 30  # the log stops there
 LINES_MAX = 5_000_000
+PAIRS_MAX = 8  # of one group
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Preference:
 
 
 class PreferenceLog:
-    """Appends, of every judged group, its best and its worst completion."""
+    """Appends, of every judged group, its best completion beside the others."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +40,7 @@ class PreferenceLog:
 
     def add(self, groups: Sequence[Group], scores: Scores) -> None:
         """Groups in which all are judged alike say nothing. A file that cannot be written is said once, and left alone."""
-        lines = [line for group, row in zip(groups, scores, strict=True) if (line := _line(group, row)) is not None]
+        lines = [line for group, row in zip(groups, scores, strict=True) for line in _pairs(group, row)]
         if self._full or not lines:
             return
         try:
@@ -54,16 +55,18 @@ class PreferenceLog:
         log.warning("no more preferences are kept in %s: %s", self._path, cause)
 
 
-def _line(group: Group, row: list[float | None]) -> str | None:
-    known = [(score, i) for i, score in enumerate(row) if score is not None]
+def _pairs(group: Group, row: list[float | None]) -> list[str]:
+    """Lines: the best completion beside each different one that was judged worse, the worst first."""
+    known = {text: score for text, score in zip(group.completions, row, strict=True) if score is not None}
     if len(known) < 2:
-        return None
-    best, worst = max(known, key=lambda x: (x[0], -x[1])), min(known)
-    chosen, rejected = group.completions[best[1]], group.completions[worst[1]]
-    if best[0] <= worst[0] or chosen == rejected:
-        return None
-    pair = {"prompt": group.prompt, "chosen": chosen, "rejected": rejected, "margin": round(best[0] - worst[0], 6)}
-    return json.dumps(pair, ensure_ascii=False) + "\n"
+        return []
+    chosen = max(known, key=known.__getitem__)
+    worse = sorted((text for text in known if known[text] < known[chosen]), key=known.__getitem__)[:PAIRS_MAX]
+    rows = [
+        {"prompt": group.prompt, "chosen": chosen, "rejected": text, "margin": round(known[chosen] - known[text], 6)}
+        for text in worse
+    ]
+    return [json.dumps(pair, ensure_ascii=False) + "\n" for pair in rows]
 
 
 def read_preferences(path: Path) -> list[Preference]:
