@@ -32,6 +32,9 @@ BUILT_IN = (*CHEAP, *SLOW, *MODELS)
 # Rewards beyond this are cut to it and counted: of larger ones the squares and sums that advantages are made of overflow.
 REWARD_MAX = 1e15
 
+# What reward functions find in `trainer_state` beside `global_step`; a run has no epochs and no known last step.
+TRAINER_STATE = {"epoch": 0.0, "max_steps": 0, "log_history": [], "is_world_process_zero": True}
+
 log = logging.getLogger(__name__)
 
 
@@ -234,7 +237,7 @@ class Rewards:
                 names,
                 arguments,
                 timeout_seconds=self._config.timeout_seconds,
-                state={"global_step": self.global_step},
+                state={**TRAINER_STATE, "global_step": self.global_step},
             )
             values |= called.values
             metrics |= called.metrics
