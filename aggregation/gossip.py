@@ -242,8 +242,9 @@ class UpdateLog:
 
     def counts_for_good(self, dot: Dot) -> bool:
         """Hybrid mode: as `counts`, and nothing can take it back: it is at the floor, and the floor is final."""
-        final = not self.rules.log_bytes_max or self._chains.floors().keys() <= self._frontier.keys()
-        return final and dot.seq in self._floor_inner.get((dot.peer, dot.incarnation), ())
+        if dot.seq not in self._floor_inner.get((dot.peer, dot.incarnation), ()):
+            return False
+        return all(seq <= self._frontier.get(key, NOTHING)[0] for key, (seq, _) in self._chains.floors().items())
 
     def inner_of(self, peer: str) -> list[tuple[int, int]]:
         """Hybrid mode: (incarnation, seq) of the peer's inner updates in the sum, as far as they are remembered."""

@@ -28,6 +28,7 @@ from .robust import clip_scale, norm
 
 COUNT_BYTES = 5  # of the coordinates in a sum; layouts have at most 2^40
 WIDTH_MAX = 64
+MEMBER_BYTES_MAX = 1024  # of a draw, a value and the seals, for each member: peer ids, hashes, signatures
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def read_sum(data: bytes, d: int) -> tuple[np.ndarray, np.ndarray]:
     return indices, fixed
 
 
-def sum_bytes_max(d: int, compression: Compression, members: int) -> int:
-    """No sum of so many members' updates is longer."""
+def combined_bytes_max(d: int, compression: Compression, members: int) -> int:
+    """No combined update of a ring of so many is longer: its sum, and its draw, value and seals."""
     count = min(d, members * compression.form(d).total)
-    return COUNT_BYTES + 1 + positions_bytes_max(count, d) + (d + 7) // 8 + WIDTH_MAX * -(-count // 8)
+    positions = max(positions_bytes_max(count, d), 1 + (d + 7) // 8)
+    return COUNT_BYTES + 1 + positions + WIDTH_MAX * -(-count // 8) + MEMBER_BYTES_MAX * (members + 1)

@@ -72,9 +72,10 @@ class BanditConfig(Table):
 class SyncConfig(Table):
     """When rounds close and how updates are merged."""
 
-    mode: Literal["ring", "gossip"] = "ring"
+    mode: Literal["ring", "gossip", "hybrid"] = "ring"
     """"ring": synchronous rounds, each one decree that all agree on. "gossip": everybody publishes when it has something,
-    and all sums are alike once all have everything; no round waits for anybody, and more peers take part."""
+    and all sums are alike once all have everything; no round waits for anybody, and more peers take part. "hybrid": rings of at
+    most ring_size_max, drawn anew for every round, each of which gossips the one sum that its round came to."""
     gossip_seconds: float = Field(default=10.0, gt=0, le=3600)
     """Gossip: a peer exchanges with a random other this often, besides on news. Shorter mends losses sooner, sends more."""
     gossip_fanout: int = Field(default=3, ge=1, le=64)
@@ -115,7 +116,7 @@ class SyncConfig(Table):
     norm_max: float = Field(default=0.0, ge=0)
     """Updates of a larger Euclidean norm are scaled down to it; 0 means no limit."""
     ring_size_max: int = Field(default=64, ge=1, le=limits.ROSTER_MAX // 2)
-    """Members of one ring. More wait to be admitted."""
+    """Members of one ring. In ring mode more wait to be admitted; in hybrid mode more rings are drawn."""
 
 
 class AdmissionConfig(Table):

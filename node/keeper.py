@@ -72,14 +72,17 @@ class Keeper:
         say: Callable[..., None],
         more: Callable[[], dict[str, np.ndarray | bytes]] = lambda: {},
         final: Callable[[Dot], bool] | None = None,
+        updates_round: Callable[[SharedState], int] = lambda state: state.round,
     ) -> None:
         """
         Args:
+            updates_round: the round that updates are numbered by, where it is not the state's.
             more: arrays that a checkpoint holds beside the book's.
             final: whether an own update counts, or does not, for good; None: after ROUNDS_KEPT more.
         """
         self._data, self._checkpoints, self._commits = data, checkpoints, commits
         self._journal, self._store, self._book, self._learner = journal, store, book, learner
+        self._updates_round = updates_round
         self._evaluate_every, self._rounds_max = evaluate_every, rounds_max
         self._extra, self._say, self._more, self._final = extra, say, more, final
         self.evaluation: dict[str, float] = {}
@@ -114,7 +117,7 @@ class Keeper:
                 cause=self.trouble,
                 folder=str(self._data.path),
             )
-        self._store.drop_before(state.round - ROUNDS_KEPT)
+        self._store.drop_before(self._updates_round(state) - ROUNDS_KEPT)
         if applied is not None:
             self.record(state, applied, checked, work, traffic)
 

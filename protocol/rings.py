@@ -96,17 +96,13 @@ def decode_draw(encoded: bytes) -> Draw:
     return Draw(wire.round, wire.drawer, wire.peers, {m.peer: m.nonce for m in wire.members}, encoded)
 
 
-def places(peers: Collection[str], round_: int, size_max: int) -> tuple[list[str], list[list[str]]]:
-    """Who draws whom in a round, as far as everybody knows the same peers: rings that differ by at most one in size.
-
-    Returns:
-        drawers: one for each ring, in order; then everybody else, who takes over from a drawer that does not answer.
-        rings: the peers that each of the first drawers expects to ask it.
-    """
+def rings_of(peers: Collection[str], round_: int, size_max: int) -> list[list[str]]:
+    """The rings of a round, as far as everybody knows the same peers: sizes differ by at most one. The first peer of each draws
+    it; the next one takes over where that one does not answer."""
     prefix = b"shoal/v1/drawer\0" + round_.to_bytes(8, "big")
     order = sorted(peers, key=lambda peer: (sha256(prefix, peer.encode()), peer))
     count = max(1, -(-len(order) // size_max))
-    return order, [order[at::count] for at in range(count)]
+    return [order[at::count] for at in range(count)]
 
 
 # --- seals ------------------------------------------------------------------------------------------------------------

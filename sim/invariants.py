@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..node.swarm.gossip import Gossip
+from ..node.swarm.hybrid import Hybrid
 from ..protocol import limits
 from .ledger import SUMMED_EVERY, Ledger
 
@@ -46,6 +47,7 @@ class Checkers:
         self._seen: set[tuple[int, str, str]] = set()
         self._states: dict[str, object] = {}  # by peer: the state object last looked at
         self._said: dict[str, tuple[int, int]] = {}  # by peer: newest own dot looked at
+        self._sums: dict[str, tuple[int, int]] = {}  # hybrid mode: by peer, its newest combined update looked at
         self._lives: dict[str, int] = {}
         self.forked = False
 
@@ -83,10 +85,14 @@ class Checkers:
         """Own updates enter the ledger when they are in the journal, before their first byte leaves."""
         node = peer.node
         assert node is not None
-        newest = (node.journal.incarnation, node.journal.last_seq)
-        if self._said.get(peer.name) == newest and self._lives.get(peer.name) == peer.lives:
+        newest, sums = (node.journal.incarnation, node.journal.last_seq), (0, 0)
+        if isinstance(node.rounds, Hybrid):
+            sums = (node.rounds.sums.incarnation, node.rounds.sums.last_seq)
+        same_life = self._lives.get(peer.name) == peer.lives
+        if same_life and (self._said.get(peer.name), self._sums.get(peer.name)) == (newest, sums):
             return
-        spoke = self._lives.get(peer.name) == peer.lives
+        spoke = same_life and self._said.get(peer.name) != newest
+        self._sums[peer.name] = sums
         self._said[peer.name], self._lives[peer.name] = newest, peer.lives
         self.ledger.set_dimension(node.learner.layout.size)
         for update, header in peer.own_updates():
@@ -102,7 +108,7 @@ class Checkers:
         node = peer.node
         assert node is not None and node.rounds is not None
         if isinstance(node.rounds, Gossip):
-            for text in self.ledger.gossip(node.rounds.state, node.rounds.log, node.theta0):
+            for text in self.ledger.gossip(node.rounds.state, node.rounds.log, node.theta0, node.config.run.sync):
                 self.broken(1, peer.name, text)
             return
         state, log = node.rounds.state, node.rounds.log
@@ -180,10 +186,16 @@ class Checkers:
         if node.rounds.state.lineage[0] % SUMMED_EVERY:
             return
         held = np.zeros(node.learner.layout.size, np.int64)
+        if isinstance(node.rounds, Hybrid):
+            inner = {d for _, said in self.ledger.included(node.rounds.state.vector) if said and said.ring
+                     for d in said.ring.dots}  # fmt: skip
+        else:
+            inner = None
         for dot, by_hash in self.ledger.said.items():
             if dot.peer == peer.peer_id and dot.incarnation >= peer.first_incarnation:
                 (said,) = by_hash.values()
-                if node.rounds.state.vector.includes(dot) and said.fixed is not None:
+                includes = dot in inner if inner is not None else node.rounds.state.vector.includes(dot)
+                if includes and said.fixed is not None:
                     held[said.fixed[0]] += said.fixed[1]
         if not np.array_equal(adopted, held):
             self.broken(3, peer.name, "own adopted mass is not what the log holds")
@@ -228,7 +240,9 @@ class Checkers:
         for peer in self._sim.peers:
             node = peer.node
             if node is not None and isinstance(node.rounds, Gossip) and not peer.byzantine:
-                for text in self.ledger.gossip(node.rounds.state, node.rounds.log, node.theta0, always=True):
+                for text in self.ledger.gossip(
+                    node.rounds.state, node.rounds.log, node.theta0, node.config.run.sync, always=True
+                ):
                     self.broken(1, peer.name, text)
         self.look_at_books()
         self.look_at_limits()

@@ -7,7 +7,7 @@ and of everything else by looking at the nodes after each event. It never speaks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,8 @@ from ..node.learner import LocalResult, StepStats
 from ..node.learners import NodeLearner
 from ..node.swarm.state import SharedState
 from ..protocol.ballot_messages import Encoding, Exchange, Header, Value
-from ..protocol.version import Dot
+from ..protocol.rings import Combined, decode_combined
+from ..protocol.version import Dot, VersionVector
 from . import reference
 from .reference import Values
 
@@ -98,6 +99,7 @@ class Said:
     fixed: tuple[np.ndarray | None, np.ndarray] | None  # indices (None: dense) and int64 values; None: not decodable
     values: Values = None  # sparse ones as decoded
     term: tuple[np.ndarray, np.ndarray] | None = None  # gossip mode: indices and int64 contributions; None: void
+    ring: Combined | None = None  # hybrid mode: what a combined update says
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class Ledger:
             return
         fixed: tuple[np.ndarray | None, np.ndarray] | None = None
         values: Values = None
+        if header.encoding is Encoding.COMBINED:
+            said = Said(header, None, ring=decode_combined(payload))
+            by_hash[header.update_hash] = self._said_by_head[head_of(header)] = said
+            return
         if header.encoding is Encoding.DENSE:
             fixed = (None, to_fixed(np.frombuffer(payload, "<f4")))
         else:
@@ -205,9 +211,31 @@ class Ledger:
                     total[indices] += fixed
                 sums[key] = total
         self.versions[lineage] = Version(value.round, base, state, dots, sums)
-        if not wrong and value.exchange is not Exchange.RING_DENSE and sync.norm_max == 0:
+        if not wrong and value.exchange is Exchange.RING_DENSE:
+            wrong = self._estimate(value, parent.state, state, sync)
+        elif not wrong and sync.norm_max == 0:
             wrong = self._recompute(value, parent.state, state, sync)
         return wrong
+
+    def _estimate(self, value: Value, before: SharedState, after: SharedState, sync: SyncConfig) -> list[str]:
+        """A dense round: the mean in another order of summation and not quantized, so near the nodes' one and no more."""
+        dense = [
+            (u.dot.peer, u.weight, said.fixed[1])
+            for u in value.updates
+            if (said := self.said[u.dot][u.update_hash]).fixed is not None
+        ]
+        if sync.outer != "sgd" or len(dense) < len(value.updates):
+            return []
+        mean = reference.dense_mean(dense, sync)
+        moved = (before.theta.astype(np.float64) - after.theta.astype(np.float64)) / sync.outer_lr
+        largest = float(np.abs(mean).max(initial=0.0))
+        if not largest < 1.0:  # no step at all, or so near to none that the quantizer decides
+            return []
+        scale = largest + float(np.abs(before.theta).max(initial=0.0)) / sync.outer_lr * 2.0**-20
+        off = float(np.abs(moved - mean).max(initial=0.0))
+        if off > reference.DENSE_ERROR[sync.dense_bits] * scale:
+            return [f"round {value.round}: a dense mean is off by {off:.3g}, its largest coordinate is {largest:.3g}"]
+        return []
 
     def _recompute(self, value: Value, before: SharedState, after: SharedState, sync: SyncConfig) -> list[str]:
         """A sparse round, merged once more by reference.py."""
@@ -221,7 +249,13 @@ class Ledger:
         return []
 
     def gossip(
-        self, state: SharedState, log: UpdateLog, theta0: np.ndarray | None, *, always: bool = False
+        self,
+        state: SharedState,
+        log: UpdateLog,
+        theta0: np.ndarray | None,
+        sync: SyncConfig,
+        *,
+        always: bool = False,
     ) -> list[str]:
         """A node in gossip mode has this state. One version in SUMMED_EVERY (`always`: each) is summed again."""
         known = self.gossiped.setdefault(state.lineage, state.hash)
@@ -232,19 +266,46 @@ class Ledger:
             return []
         self._summed.add(state.lineage)
         total = np.zeros(theta0.size, np.int64)
-        for (peer, incarnation), (seq, head) in state.vector.entries.items():
-            for number in range(seq, 0, -1):
-                said = self._said_by_head.get(head)
-                if said is None or said.header.dot != Dot(peer, incarnation, number):
-                    return [f"update {number} of {peer[-6:]} ({incarnation}) is included and nobody ever said it so"]
-                if said.term is not None:
-                    total[said.term[0]] += said.term[1]
-                head = said.header.previous_head
+        inner: set[Dot] = set()
+        for dot, said in self.included(state.vector):
+            if said is None or said.header.dot != dot:
+                return [f"{dot} is included and nobody ever said it so"]
+            if said.term is not None:
+                total[said.term[0]] += said.term[1]
+            if said.ring is not None:
+                again = inner.intersection(said.ring.dots)
+                if again:
+                    return [f"{min(again)} is in two sums that are both included"]
+                inner.update(said.ring.dots)
+                if (wrong := self._add_ring(total, said.ring, sync)) is not None:
+                    return [wrong]
         pairs = zip(theta0.tolist(), total.tolist(), strict=True)
         wanted = np.array([np.float32(t - s / reference.UNITS) for t, s in pairs])
         if not np.array_equal(wanted.astype(np.float32), state.theta):
             return [f"version {state.lineage.hex()[:12]} is not the sum of what it includes"]
         return []
+
+    def included(self, vector: VersionVector) -> Iterator[tuple[Dot, Said | None]]:
+        """Every update below a vector, chain by chain from its top; None, and no more of its chain, where nobody said it."""
+        for (peer, incarnation), (seq, head) in vector.entries.items():
+            for number in range(seq, 0, -1):
+                said = self._said_by_head.get(head)
+                yield Dot(peer, incarnation, number), said
+                if said is None:
+                    break
+                head = said.header.previous_head
+
+    def _add_ring(self, total: np.ndarray, ring: Combined, sync: SyncConfig) -> str | None:
+        """Add what a ring's updates come to, computed once more by reference.py. What is wrong with the ring, if anything."""
+        updates = []
+        for update in ring.value.updates:
+            said = self.said.get(update.dot, {}).get(update.update_hash)
+            if said is None:
+                return f"{update.dot} is in a sum and nobody ever said it"
+            updates.append((update.dot.peer, update.weight, said.header.scale, said.values))
+        for index, units in reference.ring_sum(updates, ring.draw.peers, sync).items():
+            total[index] += units
+        return None
 
     def forks(self) -> list[str]:
         """Rounds decided twice on one base, neither marked split.

@@ -19,6 +19,7 @@ from ..node.host import Host, Show
 from ..node.learners import NodeLearner
 from ..node.node import Node
 from ..node.store.journal import OwnUpdate
+from ..node.swarm.hybrid import Hybrid
 from ..protocol.ballot_messages import Header, parse_header
 from ..protocol.errors import ShoalError
 from ..protocol.identity import Identity
@@ -214,7 +215,8 @@ class Peer:
     def own_updates(self) -> Iterator[tuple[OwnUpdate, Header]]:
         """What the journal holds of this peer's updates."""
         if self.node is not None:
-            for update in self.node.journal.updates:
+            combined = self.node.rounds.sums.updates if isinstance(self.node.rounds, Hybrid) else ()
+            for update in (*self.node.journal.updates, *combined):
                 yield update, parse_header(Signed.FromString(update.signed))
 
 

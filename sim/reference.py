@@ -57,6 +57,34 @@ def merge(
     return np.array(new, np.float32), np.array(buffer, np.float32) if buffer else None
 
 
+# What quantizing a chunk once, and summing in fp32, may do to a mean, as a share of its largest coordinate.
+DENSE_ERROR = {8: 2.0**-6, 16: 2.0**-12, 32: 2.0**-18}
+
+
+def dense_mean(updates: Sequence[tuple[str, int, np.ndarray]], sync: SyncConfig) -> np.ndarray:
+    """fp64 [d]: the weighted mean of (origin, claimed weight, int64 [d] in units of 2^-40)."""
+    weights = capped({origin: claim for origin, claim, _ in updates}, sync)
+    total = sum(weights.values())
+    if total <= 0:
+        return np.zeros(updates[0][2].size) if updates else np.zeros(0)
+    return sum((weights[o] / total * fixed / UNITS for o, _, fixed in updates), np.zeros(updates[0][2].size))
+
+
+def ring_sum(updates: Sequence[tuple[str, int, float, Values]], peers: int, sync: SyncConfig) -> dict[int, int]:
+    """Hybrid mode: coordinate → units of 2^-40 of what a ring's updates (origin, claimed weight, damping, values) come to, in
+    a swarm of `peers`. Clipping by norm is left out."""
+    weights = capped({origin: claim for origin, claim, _, _ in updates}, sync)
+    total = sum(weights.values())
+    found: dict[int, int] = {}
+    for origin, _, damping, values in updates if total else ():
+        if values is None or not 0 < damping <= 1 or any(not abs(float(v)) < 1.0 for v in values[1]):
+            continue
+        share = sync.outer_lr * damping * (weights[origin] / total) * (len(updates) / max(peers, len(updates)))
+        for index, value in zip(values[0].tolist(), values[1].tolist(), strict=True):
+            found[index] = found.get(index, 0) + round(share * value * UNITS)
+    return {index: units for index, units in found.items() if units}
+
+
 def term(scale: float, values: Values) -> tuple[np.ndarray, np.ndarray] | None:
     """What a gossiped update adds to the sum: indices and int64 contributions; None when it is void."""
     if values is None or not scale:

@@ -13,6 +13,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from ...protocol import ballot as b
 from ...protocol import ballot_wire, limits
 from ...protocol.ballot_messages import Encoding, Exchange, Message, Roster
@@ -78,7 +80,8 @@ class BallotDriver:
 
     def open(self, state: SharedState, *, dead: frozenset[str], abstain: bool) -> None:
         """The ballot of the round after `state`. What came early for it is fed to it."""
-        self._previous = self._ballot
+        if self._ballot is not None:
+            self._previous = self._ballot
         self._ballot = b.Ballot(
             me=self.me,
             electorate=state.electorate,
@@ -111,11 +114,23 @@ class BallotDriver:
         assert self._ballot is not None
         return self._ballot.observing
 
+    @property
+    def spoken(self) -> bool:
+        """Own update of the open round was sent before a restart."""
+        assert self._ballot is not None
+        return self._ballot.spoken
+
     def close(self, reason: str) -> None:
         """The round is over here, whatever came of it."""
         self.end_exchange(reason)
         if self._timer is not None:
             self._timer.cancel()
+
+    def retire(self) -> None:
+        """No round follows at once: if the last one was decided, its ballot answers stragglers."""
+        if self._ballot is not None and self._ballot.phase is b.Phase.DECIDED:
+            self._previous = self._ballot
+        self._ballot = None
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -142,12 +157,14 @@ class BallotDriver:
         if self._early_room.take(peer, size):
             self._early.append((peer, message, size))
 
-    def answer(self, peer: str, message: Message) -> None:
-        """A straggler of the previous round: the decided ballot answers it."""
-        if self._previous is not None and self._previous.concerns(message):
-            for action in self._previous.handle(self._clock.now(), b.Received(peer, message)):
-                if isinstance(action, b.Send):
-                    self._send(action)
+    def answer(self, peer: str, message: Message) -> bool:
+        """A straggler of the previous round: the decided ballot answers it. Whether it is one."""
+        if self._previous is None or not self._previous.concerns(message):
+            return False
+        for action in self._previous.handle(self._clock.now(), b.Received(peer, message)):
+            if isinstance(action, b.Send):
+                self._send(action)
+        return True
 
     def report_held(self) -> None:
         """Something arrived: tell the ballot what is held now."""
@@ -240,8 +257,10 @@ class BallotDriver:
         if roster.exchange is Exchange.RING_DENSE:
             for header in roster.headers.values():
                 self._store.put(header, b"")
-            mine = next((h for h in roster.headers.values() if h.dot.peer == self.me), None)
-            self._dense.begin(roster, self._work.dense_vector if mine is not None else None)
+            mine = next((h.dot for h in roster.headers.values() if h.dot.peer == self.me), None)
+            # From the journal: it also has what was said before a restart, and any earlier one of this round.
+            payloads = [update.payload for update in self._journal.updates if update.dot == mine]
+            self._dense.begin(roster, np.frombuffer(payloads[0], "<f4").astype(np.float32) if payloads else None)
         else:
             self._exchange.begin(transfer_of(roster))
             self.report_held()

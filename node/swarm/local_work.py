@@ -45,6 +45,20 @@ class Work:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Place:
+    """The round that an update is made for, where it is not the one after the state (hybrid mode).
+
+    Attributes:
+        round, base_lineage: as in the header.
+        promised: own updates that are not in the state yet and will be: what they hold is not sent again.
+    """
+
+    round: int
+    base_lineage: bytes
+    promised: tuple[Dot, ...] = ()
+
+
 class LocalWork:
     """Runs the learner for one round at a time."""
 
@@ -64,10 +78,12 @@ class LocalWork:
         check_life: Callable[[], None] = lambda: None,
         scale: Callable[[SharedState, LocalResult], float] = lambda state, result: 0.0,
         momentum: float = 0.0,
+        gain: float = 1.0,
         step_cost_s: float = 0.0,
     ) -> None:
         """
         Args:
+            gain: what others may multiply an update with, beside its scale.
             dense: whether an electorate of this size exchanges densely.
             scale: of the update, signed with it, in gossip mode; 0 in ring mode.
             momentum: of the outer optimizer where it lives at the origin (gossip mode): Nesterov's.
@@ -85,11 +101,10 @@ class LocalWork:
         self._dense = dense
         self._shards = shards
         self._check_life, self._scale = check_life, scale
-        self._momentum, self._step_cost_s = momentum, step_cost_s
+        self._momentum, self._gain, self._step_cost_s = momentum, gain, step_cost_s
         self.velocity: np.ndarray | None = None  # fp32 [d], with momentum
         self.encode, self.decode = encode, decode  # by name, so that a simulated liar can have its own
         self._stop = asyncio.Event()
-        self.dense_vector: np.ndarray | None = None  # fp32 [d], this round's own dense update
 
     @property
     def payload_bytes_max(self) -> int:
@@ -110,7 +125,6 @@ class LocalWork:
 
     async def train(self, state: SharedState, after_step: Callable[[StepStats], Awaitable[None]]) -> Work:
         """Inner steps from `state` until `stop`; the delta is in the book when this returns."""
-        self.dense_vector = None
         started = self._clock.now()
         shards = self._shards()
         await self._clock.run(lambda: self._begin(state, shards))
@@ -137,24 +151,26 @@ class LocalWork:
         self.book.learn(result.delta)
         return result
 
-    async def publish(self, state: SharedState, work: Work) -> Header | None:
+    async def publish(self, state: SharedState, work: Work, place: Place | None = None) -> Header | None:
         """Compress the residual, sign, journal (fsynced) and store it. None when there is nothing to say.
+
+        `place`: the round that it is for; default: the one after `state`.
 
         Raises JournalFull: nothing may be published; what was learned stays in the residual.
         """
         if work.result.weight <= 0:
             return None
-        return await self._clock.run(lambda: self._publish(state, work))
+        place = place or Place(state.round + 1, state.lineage)
+        return await self._clock.run(lambda: self._publish(state, work, place))
 
-    def _publish(self, state: SharedState, work: Work) -> Header:
+    def _publish(self, state: SharedState, work: Work, place: Place) -> Header:
         self._check_life()
-        residual = self.book.residual_f64()
+        residual = self.book.residual_f64(place.promised)
         if self._dense(len(state.electorate)):
-            self.dense_vector = residual.astype(np.float32)
-            payload, encoding = self.dense_vector.tobytes(), Encoding.DENSE
-            own: Sparse | np.ndarray = self.dense_vector
+            own: Sparse | np.ndarray = residual.astype(np.float32)
+            payload, encoding = own.astype("<f4").tobytes(), Encoding.DENSE
         else:
-            limit = CONTRIBUTION_MAX / max(1.0, self._scale(state, work.result))
+            limit = CONTRIBUTION_MAX / max(1.0, self._gain * self._scale(state, work.result))
             payload, encoding = self.encode(residual.clip(-limit, limit), self._compression), Encoding.SPARSE
             own = self.decode(payload, residual.size, self._compression)
         headers: list[Header] = []
@@ -164,8 +180,8 @@ class LocalWork:
             wire = UpdateHeader(
                 dot=WireDot(peer=dot.peer, incarnation=dot.incarnation, seq=dot.seq),
                 previous_head=head,
-                round=state.round + 1,
-                base_lineage=state.lineage,
+                round=place.round,
+                base_lineage=place.base_lineage,
                 weight=work.result.weight,
                 encoding=encoding.value,  # pyright: ignore[reportArgumentType]
                 payload_hash=sha256(payload),
