@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from model_path import model_path
 
 from shoal.node.observe.control import call_blocking
@@ -56,13 +57,15 @@ def ask(folder: Path, method: str) -> dict[str, Any]:
         return {}
 
 
-def scored(folders: list[Path]) -> int:
-    """Completions that all peers together have scored in committed rounds."""
-    return sum(record.get("samples", 0) for folder in folders for record in read_metrics(folder))
+def steps_done(folders: list[Path]) -> int:
+    """Inner steps of all peers together in committed rounds, those without any signal included."""
+    return sum(record.get("steps", 0) for folder in folders for record in read_metrics(folder))
 
 
 def run(config: Path, peers: int, samples: int, seed: int, work: Path) -> dict[str, Any]:
     """One run to its end."""
+    grpo = tomllib.loads(config.read_text())["run"]["grpo"]
+    per_step = grpo["num_generations"] * grpo["prompts_per_step"]
     shutil.rmtree(work, ignore_errors=True)
     folders, processes = [work / f"peer{i}" for i in range(peers)], []
     options = ["--set", f"run.seed={seed}", "--set", "run.sync.rounds_max=0"]
@@ -75,7 +78,7 @@ def run(config: Path, peers: int, samples: int, seed: int, work: Path) -> dict[s
         begun = time.monotonic()
         for folder in folders:
             ask(folder, "start")
-        wait(lambda: scored(folders) >= samples, processes)
+        wait(lambda: steps_done(folders) * per_step >= samples, processes)
         seconds = time.monotonic() - begun
         for process in processes:
             process.send_signal(signal.SIGTERM)
@@ -84,7 +87,13 @@ def run(config: Path, peers: int, samples: int, seed: int, work: Path) -> dict[s
     finally:
         for process in processes:
             process.kill()
-    return {"peers": peers, "seed": seed, "seconds": round(seconds), **curve(folders), **evaluations(folders[0])}
+    return {
+        "peers": peers,
+        "seed": seed,
+        "seconds": round(seconds),
+        **curve(folders, per_step),
+        **evaluations(folders[0]),
+    }
 
 
 def wait(condition: Any, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -94,21 +103,20 @@ def wait(condition: Any, processes: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def curve(folders: list[Path]) -> dict[str, Any]:
+def curve(folders: list[Path], per_step: int) -> dict[str, Any]:
     """By round: completions scored by all peers up to its end, and their mean reward in it."""
-    rounds: dict[int, dict[str, float]] = {}
+    rounds: dict[int, list[tuple[int, float]]] = {}
     for folder in folders:
         for record in read_metrics(folder):
-            if record.get("samples"):
-                row = rounds.setdefault(record["round"], {"samples": 0, "steps": 0, "reward": 0.0})
-                row["samples"] += record["samples"]
-                row["steps"] += record["steps"]
-                row["reward"] += record["samples"] * record["reward"]
-    points, samples = [], 0
-    for number, row in sorted(rounds.items()):
-        samples += int(row["samples"])
-        points.append({"round": number, "samples": samples, "reward": round(row["reward"] / row["samples"], 4)})
-    return {"samples": samples, "steps": int(sum(row["steps"] for row in rounds.values())), "curve": points}
+            if record.get("steps"):
+                rounds.setdefault(record["round"], []).append((record["steps"], record["reward"]))
+    points, done = [], 0
+    for number, rows in sorted(rounds.items()):
+        steps = sum(n for n, _ in rows)
+        done += steps
+        reward = sum(n * reward for n, reward in rows) / steps
+        points.append({"round": number, "samples": done * per_step, "reward": round(reward, 4)})
+    return {"steps": done, "samples": done * per_step, "curve": points}
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
