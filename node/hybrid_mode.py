@@ -41,14 +41,17 @@ def hybrid_rules(config: Config) -> HybridRules:
     )
 
 
-def damping_of(*, stale: int, peers: int, ring_size_max: int) -> float:
-    """What an update counts for, between 0 and 1, when `stale` sums came in between its base and its publication.
+def damping_of(*, stale: int, drawn: int, peers: int, ring_size_max: int) -> float:
+    """What an update counts for, above 0 and at most 1.
 
-    The sums of the round before and of faster rings of this one are the normal course of things; beyond them the damping is
-    1 / (1 + (stale - usual) / usual).
+    Args:
+        stale: sums that came in between its base and its publication. Those of the round before and of faster rings of this one
+            are the normal course of things; beyond them the damping is 1 / (1 + (stale - usual) / usual).
+        drawn, peers: in the swarm, as the ring's drawer knew it and as the origin knows it when it publishes. A ring drawn by
+            a newcomer that knows nobody yet would count for the whole swarm.
     """
     usual = 2 * max(1, -(-peers // ring_size_max))
-    return 1.0 / (1.0 + max(0, stale - usual) / usual)
+    return min(1.0, drawn / peers) / (1.0 + max(0, stale - usual) / usual)
 
 
 def make_hybrid(node: Node, log: UpdateLog, theta0: np.ndarray) -> Hybrid:
@@ -62,8 +65,12 @@ def make_hybrid(node: Node, log: UpdateLog, theta0: np.ndarray) -> Hybrid:
     node.closers.append(combined.close)
 
     def scale(base: SharedState, result: LocalResult, now: SharedState) -> float:
-        peers = 1 + len(members.alive())
-        return damping_of(stale=now.round - base.round, peers=peers, ring_size_max=sync.ring_size_max)
+        return damping_of(
+            stale=now.round - base.round,
+            drawn=hybrid.swarm_drawn,
+            peers=1 + len(members.alive()),
+            ring_size_max=sync.ring_size_max,
+        )
 
     async def exchanging() -> None:
         await node.hold("exchanging", hybrid.published + 1)

@@ -28,7 +28,7 @@ def random_simulation(seed: int, *, byzantine: str | None = None, mode: str = "r
     """The simulation of one seed, ready to run.
 
     Args:
-        mode: "ring" or "gossip".
+        mode: "ring", "gossip" or "hybrid".
         byzantine: a kind of byzantine.py: the last of at least four peers lies from the start.
     """
     rng = random.Random(f"shoal.sim schedule {seed}")
@@ -46,9 +46,9 @@ def random_simulation(seed: int, *, byzantine: str | None = None, mode: str = "r
         },
         "membership": {"preset": rng.choice(["local", "lan"])},
     }
-    if mode == "gossip":
+    if mode != "ring":
         run["sync"] |= {
-            "mode": "gossip",
+            "mode": mode,
             "target_samples": rng.choice([32, 64, 128]),
             "gossip_seconds": rng.choice([2.0, 5.0]),
             "gossip_fanout": rng.choice([1, 3]),
@@ -59,6 +59,8 @@ def random_simulation(seed: int, *, byzantine: str | None = None, mode: str = "r
             "exchange": "auto",
             "outer": "sgd",
         }
+    if mode == "hybrid":
+        run["sync"] |= {"ring_size_max": rng.choice([2, 3, 4]), "target_samples": rng.choice([64, 128, 256])}
     low = rng.choice([0.2, 2.0, 20.0])
     link = Link(
         latency_ms=(low, low * rng.uniform(1.0, 5.0)),

@@ -145,6 +145,11 @@ class Hybrid(Gossip):
         return self._journal
 
     @property
+    def swarm_drawn(self) -> int:
+        """Peers of the whole swarm, by the draw of the present ring."""
+        return max(self._ring.draw.peers, len(self._ring.draw.members)) if self._ring is not None else 1
+
+    @property
     def published(self) -> int:
         """Rounds that this peer has been through, as the swarm counts them."""
         return self._round

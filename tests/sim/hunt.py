@@ -1,6 +1,6 @@
 """Runs random fault schedules and prints what they break.
 
-    python -m tests.sim.hunt 0 200 [--byzantine KIND] [--mode gossip]
+    python -m tests.sim.hunt 0 200 [--byzantine KIND] [--mode gossip|hybrid]
 
 Each broken one is a line that begins with its seed; `run_random(seed)` replays it.
 """
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("--byzantine", choices=KINDS)
-    parser.add_argument("--mode", choices=("ring", "gossip"), default="ring")
+    parser.add_argument("--mode", choices=("ring", "gossip", "hybrid"), default="ring")
     options = parser.parse_args()
     found = 0
     for line in hunt(options.first, options.count, options.byzantine, options.mode):
