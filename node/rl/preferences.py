@@ -1,7 +1,8 @@
-"""Preferences as data: JSONL, one pair a line, with the names that TRL uses (`prompt`, `chosen`, `rejected`).
+"""Preferences as data: JSONL, one pair a line, in TRL's two forms, with its names (`prompt`, `chosen`, `rejected`).
 
-Judges' opinions are appended as training goes (`PreferenceLog`); a Bradley-Terry reward model (`reward_model.py`) and DPO
-(`dpo.py`) are trained on such a file, whoever wrote it.
+Plain text ("prompt": "3 + 4 =", "chosen": "7", "rejected": "8"), or conversations (lists of messages), which a model's chat
+template writes. Judges' opinions are appended as training goes (`PreferenceLog`); a Bradley-Terry reward model
+(`reward_model.py`) and DPO (`dpo.py`) are trained on such a file, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from ...protocol.errors import ExitCode, ShoalError
 from ..judging import Group, Scores
@@ -22,11 +25,15 @@ PAIRS_MAX = 8  # of one group
 log = logging.getLogger(__name__)
 
 
+Prompt = str | tuple[tuple[str, str], ...]
+"""Text, or a conversation: (role, content) of each message."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preference:
     """Of two completions of a prompt, which one is better."""
 
-    prompt: str
+    prompt: Prompt
     chosen: str
     rejected: str
 
@@ -38,9 +45,14 @@ class PreferenceLog:
         self._path = path
         self._full = False
 
-    def add(self, groups: Sequence[Group], scores: Scores) -> None:
-        """Groups in which all are judged alike say nothing. A file that cannot be written is said once, and left alone."""
-        lines = [line for group, row in zip(groups, scores, strict=True) for line in _pairs(group, row)]
+    def add(self, prompts: Sequence[Any], groups: Sequence[Group], scores: Scores) -> None:
+        """Groups in which all are judged alike say nothing. A file that cannot be written is said once, and left alone.
+
+        Args:
+            prompts: of each group what its policy was asked: a text or a list of messages.
+        """
+        judged = zip(prompts, groups, scores, strict=True)
+        lines = [line for prompt, group, row in judged for line in _pairs(prompt, group, row)]
         if self._full or not lines:
             return
         try:
@@ -55,22 +67,33 @@ class PreferenceLog:
         log.warning("no more preferences are kept in %s: %s", self._path, cause)
 
 
-def _pairs(group: Group, row: list[float | None]) -> list[str]:
+def _pairs(prompt: Any, group: Group, row: list[float | None]) -> list[str]:
     """Lines: the best completion beside each different one that was judged worse, the worst first."""
     known = {text: score for text, score in zip(group.completions, row, strict=True) if score is not None}
     if len(known) < 2:
         return []
-    chosen = max(known, key=known.__getitem__)
-    worse = sorted((text for text in known if known[text] < known[chosen]), key=known.__getitem__)[:PAIRS_MAX]
+    best = max(known, key=known.__getitem__)
+    worse = sorted((text for text in known if known[text] < known[best]), key=known.__getitem__)[:PAIRS_MAX]
+
+    def completion(text: str) -> Any:
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
     rows = [
-        {"prompt": group.prompt, "chosen": chosen, "rejected": text, "margin": round(known[chosen] - known[text], 6)}
+        {
+            "prompt": prompt,
+            "chosen": completion(best),
+            "rejected": completion(text),
+            "margin": round(known[best] - known[text], 6),
+        }
         for text in worse
     ]
     return [json.dumps(pair, ensure_ascii=False) + "\n" for pair in rows]
 
 
 def read_preferences(path: Path) -> list[Preference]:
-    """Every pair of a file; other keys are ignored. Conversations (lists of messages) are taken as their text.
+    """Every pair of a file; other keys are ignored.
+
+    Two conversations without a prompt ("chosen" and "rejected" alone) have what they begin with in common as their prompt.
 
     Raises:
         ShoalError: the file is missing, empty, or has a line that is no pair.
@@ -98,18 +121,52 @@ def read_preferences(path: Path) -> list[Preference]:
 def _pair(path: Path, number: int, line: str) -> Preference:
     try:
         row = json.loads(line)
-        texts = [_text(row[key]) for key in ("prompt", "chosen", "rejected")]
+        chosen, rejected = row["chosen"], row["rejected"]
+        if "prompt" in row or isinstance(chosen, str):
+            prompt = row["prompt"]
+        else:
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        return Preference(prompt=as_prompt(prompt), chosen=_reply(chosen), rejected=_reply(rejected))
     except (ValueError, LookupError, TypeError) as error:
         raise _broken(path, number, f"found {line.strip()[:60]!r}: {type(error).__name__} {error}") from None
-    return Preference(prompt=texts[0], chosen=texts[1], rejected=texts[2])
 
 
-def _text(value: object) -> str:
+def as_prompt(value: Any) -> Prompt:
+    """A text, or a list of messages, as it is kept here. Raises TypeError or LookupError for anything else."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        return "\n\n".join(str(message["content"]) for message in value)
-    raise TypeError(f"{type(value).__name__} where a text is expected")
+    if not isinstance(value, list) or not value:
+        raise TypeError(f"{type(value).__name__} where a text or a list of messages is expected")
+    return tuple((str(message["role"]), str(message["content"])) for message in value)
+
+
+def _reply(value: Any) -> str:
+    """A completion's text; of a conversation its only message."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) != 1:
+        raise TypeError("a completion must be a text or a list of one message")
+    return str(value[0]["content"])
+
+
+def messages(prompt: Prompt) -> list[dict[str, str]]:
+    """A conversation as chat templates want it; of a text one message of the user."""
+    pairs = (("user", prompt),) if isinstance(prompt, str) else prompt
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def is_chat(prompt: Prompt, tokenizer: Any) -> bool:
+    """Whether a prompt is written by the tokenizer's chat template: a conversation, where there is such a template."""
+    return not isinstance(prompt, str) and bool(getattr(tokenizer, "chat_template", None))
+
+
+def plain(prompt: Any) -> str:
+    """A prompt (text, messages or `Prompt`) as text: of a conversation its contents, with roles where there are several."""
+    if isinstance(prompt, str):
+        return prompt
+    pairs = [message if isinstance(message, tuple) else (message["role"], message["content"]) for message in prompt]
+    return str(pairs[0][1]) if len(pairs) == 1 else "\n\n".join(f"{role}: {content}" for role, content in pairs)
 
 
 def _broken(path: Path, line: int, values: str) -> ShoalError:

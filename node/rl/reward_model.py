@@ -20,10 +20,9 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...protocol.errors import ExitCode, ShoalError
-from .judges.reward import plain
 from .models import LoadedModel, Progress, pick_device
 from .policy import pad_right
-from .preferences import Preference
+from .preferences import Preference, Prompt, as_prompt, is_chat, messages, plain
 from .rewards import Batch
 
 ROWS_MAX = 32  # texts per forward pass when scoring
@@ -88,13 +87,13 @@ class RewardModel:
 
     def __call__(self, batch: Batch) -> list[float | None]:
         """The reward "reward_model": one score per completion; None for one that does not fit or is not finite."""
-        texts = [(plain(prompt), text) for prompt, text in zip(batch.prompts, batch.texts, strict=True)]
+        texts = [(as_prompt(prompt), text) for prompt, text in zip(batch.prompts, batch.texts, strict=True)]
         distinct = list(dict.fromkeys(texts))
         known = dict(zip(distinct, self.score(distinct), strict=True))
         return [known[text] for text in texts]
 
     @torch.no_grad()
-    def score(self, texts: Sequence[tuple[str, str]]) -> list[float | None]:
+    def score(self, texts: Sequence[tuple[Prompt, str]]) -> list[float | None]:
         """Scores of (prompt, completion)."""
         rows = [self._encode(*text) for text in texts]
         fits = sorted((i for i, row in enumerate(rows) if len(row) <= self._length_max), key=lambda i: len(rows[i]))
@@ -120,14 +119,14 @@ class RewardModel:
         last = hidden[torch.arange(len(ids), device=self._device), lengths - 1]
         return self._head(last).squeeze(-1).float()
 
-    def _encode(self, prompt: str, completion: str) -> list[int]:
+    def _encode(self, prompt: Prompt, completion: str) -> list[int]:
         tokenizer = self.tokenizer
-        if getattr(tokenizer, "chat_template", None):
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-            return list(tokenizer(text, add_special_tokens=False).input_ids)
-        ids = list(tokenizer(prompt + completion).input_ids)
-        return [*ids, int(tokenizer.eos_token_id)]
+        if is_chat(prompt, tokenizer):
+            talk = [*messages(prompt), {"role": "assistant", "content": completion}]
+            return list(
+                tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False).input_ids
+            )
+        return [*tokenizer(plain(prompt) + completion).input_ids, int(tokenizer.eos_token_id)]
 
 
 def train_reward_model(
@@ -180,7 +179,7 @@ def train_reward_model(
 
 def split(preferences: Sequence[Preference], held_out: float, seed: int) -> tuple[list[Preference], list[Preference]]:
     """Pairs to train on and pairs kept aside, by prompt; all are trained on where there is but one prompt."""
-    prompts = sorted({p.prompt for p in preferences})
+    prompts = sorted({p.prompt for p in preferences}, key=repr)
     random.Random(f"{seed}/preferences").shuffle(prompts)
     aside = set(prompts[: min(round(len(prompts) * held_out), len(prompts) - 1)])
     return [p for p in preferences if p.prompt not in aside], [p for p in preferences if p.prompt in aside]

@@ -12,7 +12,7 @@ from typing import Any
 from ...judging import Group, Scores, Verdict
 from ..config import JudgeBackend, JudgeConfig, ModelConfig
 from ..models import Progress, load_model
-from ..preferences import PreferenceLog
+from ..preferences import PreferenceLog, plain
 from ..reward_process import RewardWorker
 from ..rewards import Batch
 from .asking import Comparing, Judge, Rating
@@ -62,7 +62,7 @@ class JudgeReward:
         groups = groups_of(batch)
         scores = self._peers(groups) if self.asks_peers else self.judge(groups)
         if self._preferences is not None:
-            self._preferences.add(groups, scores)
+            self._preferences.add(prompts_of(batch), groups, scores)
         return [score for row in scores for score in row]
 
     def close(self) -> None:
@@ -163,21 +163,20 @@ def build_judge(
 
 def groups_of(batch: Batch) -> list[Group]:
     """The batch's completions by prompt, in order."""
-    groups: list[Group] = []
-    last: Any = None
-    for example, prompt, text in zip(batch.examples, batch.prompts, batch.texts, strict=True):
-        if groups and example is last:
-            groups[-1] = Group(groups[-1].prompt, (*groups[-1].completions, text))
+    return [Group(plain(batch.prompts[rows[0]]), tuple(batch.texts[i] for i in rows)) for rows in _rows(batch)]
+
+
+def prompts_of(batch: Batch) -> list[Any]:
+    """The prompt of each group, as a reward sees it: text or messages."""
+    return [batch.prompts[rows[0]] for rows in _rows(batch)]
+
+
+def _rows(batch: Batch) -> list[list[int]]:
+    """The rows of each group: neighbours that complete the same example."""
+    groups: list[list[int]] = []
+    for i, example in enumerate(batch.examples):
+        if groups and example is batch.examples[groups[-1][-1]]:
+            groups[-1].append(i)
         else:
-            groups.append(Group(plain(prompt), (text,)))
-        last = example
+            groups.append([i])
     return groups
-
-
-def plain(prompt: Any) -> str:
-    """A prompt as text: of a conversation its messages, with their roles where there is more than one."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -16,9 +16,9 @@ from shoal.node.judging import Group, Verdict
 from shoal.node.rl.config import JudgeBackend, JudgeConfig
 from shoal.node.rl.judges.asking import Comparing, Rating, fill, matches, meets
 from shoal.node.rl.judges.local import LocalReader
-from shoal.node.rl.judges.reward import JudgeReward, build_judge, groups_of, plain
+from shoal.node.rl.judges.reward import JudgeReward, build_judge, groups_of
 from shoal.node.rl.judges.server import ServerReader, odds_in
-from shoal.node.rl.preferences import PreferenceLog, read_preferences
+from shoal.node.rl.preferences import PreferenceLog, plain, read_preferences
 from shoal.node.rl.rewards import Batch
 from shoal.node.rl.tasks import Example
 from shoal.protocol.errors import ShoalError
@@ -280,10 +280,15 @@ def test_its_own_judge_and_what_it_prefers(tmp_path):
     reward = JudgeReward(JudgeConfig(), ByLength(), preferences=PreferenceLog(path))
     assert reward(BATCH) == [0.25, 0.5, 0.75, 0.25]
     assert [(p.prompt, p.chosen, p.rejected) for p in read_preferences(path)] == [
-        ("one", "aa", "a"),
-        ("two", "aaa", "a"),
+        ((("user", "one"),), "aa", "a"),
+        ((("user", "two"),), "aaa", "a"),
     ]
-    assert json.loads(path.read_text().splitlines()[0])["margin"] == 0.25
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "prompt": [{"role": "user", "content": "one"}],
+        "chosen": [{"role": "assistant", "content": "aa"}],
+        "rejected": [{"role": "assistant", "content": "a"}],
+        "margin": 0.25,
+    }
 
 
 def test_peers_first_and_the_fallback_without_them():
