@@ -21,7 +21,7 @@ from shoal.protocol.errors import PeerFault
 from shoal.protocol.rings import Combined, make_draw
 from shoal.protocol.version import NO_HEAD, Dot, VersionVector
 
-from .origins import D, RULES, THETA0, Update, head_of, update
+from .origins import RULES, THETA0, D, Update, head_of, update
 
 RING_RULES = HybridRules(RULES.compression, 1_000_000, 4.0, 0.0, 1.0)
 LOG_RULES = GossipRules(RULES.compression, combined=True)
