@@ -108,6 +108,11 @@ class Attempts:
         return self.abstain or self.me not in self.electorate
 
     @property
+    def spoken(self) -> bool:
+        """What this peer has to say in the round is settled, as after a restart: nothing is left to be learned for it."""
+        return self._local_done
+
+    @property
     def convener(self) -> str | None:
         """Of the current attempt."""
         return self.order[self.attempt % len(self.order)] if self.attempt >= 0 else None

@@ -263,8 +263,10 @@ class Rounds:
             return await self._conclude(ahead, None, f"round {state.round + 1} was decided by others")
         pump = asyncio.ensure_future(self.ballot.run())
         member = not self.ballot.observing
-        trainer = asyncio.ensure_future(self._train(state)) if member else None
-        self.progress.phase = "training" if member else "waiting"
+        # Who has spoken before a restart learns no more for this round: its steps would only hold up the exchange.
+        learns = member and not self.ballot.spoken
+        trainer = asyncio.ensure_future(self._train(state)) if learns else None
+        self.progress.phase = "training" if learns else "waiting"
         if not member:
             self._say("waiting to be named a joiner", round=state.round + 1, electorate=len(state.electorate))
         replaced = asyncio.ensure_future(self._replaced.wait())

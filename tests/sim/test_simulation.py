@@ -31,6 +31,7 @@ REGRESSIONS = {
     590: "a commit that was being applied replaced the newer state downloaded meanwhile",
     621: "the same, and an own update was booked twice",
     260: "a downloaded state that came too late replaced the log of the state that stayed",
+    60020: "restarted members went on learning in a round they had spoken in, and held up every hop of its dense exchange",
 }
 
 
