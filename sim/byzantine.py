@@ -4,8 +4,8 @@ scale, sign_flip, noise: what the learner learned, a hundred times too large, re
 learned, the weight claimed all the same. lie_weight: a thousand times the samples, and in gossip mode a scale to match.
 nan: payloads of random bytes, signed as if they were updates. replay: every message again, later, and in gossip mode every
 update twice, wanted or not. equivocate: two updates under one dot, each shown to half of the others (also as convener), in
-gossip mode two whole chains. stranger: an invite whose token is made up. The node's own guards stay on; what they would stop
-is put in behind them.
+gossip mode two whole chains, in hybrid mode both. stranger: an invite whose token is made up. The node's own guards stay
+on; what they would stop is put in behind them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..aggregation.contributions import Contributions
 from ..aggregation.forks import head_of
 from ..node.learner import LocalResult
 from ..node.swarm.gossip import Gossip
+from ..node.swarm.hybrid import Hybrid
 from ..node.swarm.rounds import Rounds
 from ..protocol.ballot_messages import Header, parse_header
 from ..protocol.errors import PeerFault
@@ -81,7 +82,7 @@ def bend(node: Node, kind: str, rng: random.Random, heard: Heard) -> None:
     elif kind == "equivocate":
         if isinstance(rounds, Gossip):
             _two_chains(node, rounds, heard)
-        else:
+        if isinstance(rounds, Rounds | Hybrid):
             _two_headers(node, heard)
     elif kind == "nan":
         _garbage(node, rng)
@@ -169,7 +170,7 @@ def _second(node: Node, first: Header, previous_head: bytes) -> Header:
 
 
 def _two_headers(node: Node, heard: Heard) -> None:
-    """Ring mode: half of the others are shown another header when this peer joins an attempt or convenes one."""
+    """Ring and hybrid mode: half of the others are shown another header when this peer joins an attempt or convenes one."""
     post, me = node.mesh.post, node.identity.peer_id
 
     def other(wire: Signed) -> Signed:
@@ -252,7 +253,7 @@ class _Twisted:
 
 
 def _two_chains(node: Node, gossip: Gossip, heard: Heard) -> None:
-    """Gossip mode. The liar does not hand out the proof against itself."""
+    """Gossip mode, and the sums of hybrid mode. The liar does not hand out the proof against itself."""
     exchange, handlers = gossip._exchange, node.mesh._accepting.handlers
     chain = _OtherChain(node, gossip, heard)
     exchange._equivocation = lambda first, second: None
@@ -272,7 +273,9 @@ def _two_chains(node: Node, gossip: Gossip, heard: Heard) -> None:
 
 def _rewire(node: Node, post: Callable[[str, Envelope], None]) -> None:
     """The rounds were handed the honest `post` when they were built."""
-    if isinstance(node.rounds, Rounds):
+    if isinstance(node.rounds, Rounds | Hybrid):
         node.rounds.ballot._post = post
-    elif node.rounds is not None:
+    if isinstance(node.rounds, Hybrid):
+        node.rounds.sealing._post = post
+    if isinstance(node.rounds, Gossip):
         node.rounds._post = post
