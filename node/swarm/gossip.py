@@ -355,12 +355,14 @@ class Gossip:
                     del self._due[peer]
                     self._news.pop(peer, None)
                     self._begin(peer, self._exchange.exchange(peer))
+                elif now < self._may_fetch_at():
+                    return  # what else there is is news, too
                 elif not self._exchange.lacking(self._news[peer]):
                     del self._news[peer]  # others have brought it meanwhile
                 elif self._exchange.apart(self._news[peer]):
                     del self._news[peer]
                     self._begin(peer, self._exchange.exchange(peer))
-                elif now >= self._may_fetch_at():
+                else:
                     self._fetches_paid = max(now, self._fetches_paid) + self.settings.interval_s / FETCHES_PER_INTERVAL
                     self._begin(peer, self._exchange.fetch(peer, self._news.pop(peer)))
 
