@@ -16,6 +16,7 @@ from ..aggregation.book import to_fixed
 from ..aggregation.compress import Compression, decode
 from ..aggregation.forks import head_of
 from ..aggregation.gossip import NO_BASE, UpdateLog
+from ..aggregation.hybrid import read_sum
 from ..node.config import SyncConfig
 from ..node.learner import LocalResult, StepStats
 from ..node.learners import NodeLearner
@@ -128,7 +129,8 @@ SUMMED_EVERY = 16
 class Ledger:
     """Everything that happened, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_max: float = 0.0) -> None:
+        self._step_max = step_max  # the manifest's, for gossiped updates
         self.learned: dict[str, Learned] = {}  # by peer
         self.said: dict[Dot, dict[bytes, Said]] = {}  # by dot, then by update hash: an equivocator has two
         self.versions: dict[bytes, Version] = {}  # by lineage
@@ -161,7 +163,7 @@ class Ledger:
                 fixed = (sparse.indices, to_fixed(sparse.values))
             except Exception:
                 fixed = None
-        said = Said(header, fixed, values, reference.term(header.scale, values))
+        said = Said(header, fixed, values, reference.term(header.scale, values, self._step_max))
         by_hash[header.update_hash] = self._said_by_head[head_of(header)] = said
 
     def root(self, state: SharedState) -> None:
@@ -277,7 +279,7 @@ class Ledger:
                 if again:
                     return [f"{min(again)} is in two sums that are both included"]
                 inner.update(said.ring.dots)
-                if (wrong := self._add_ring(total, said.ring, sync)) is not None:
+                if (wrong := self._add_ring(total, said.ring, sync, log.rules.compression)) is not None:
                     return [wrong]
         pairs = zip(theta0.tolist(), total.tolist(), strict=True)
         wanted = np.array([np.float32(t - s / reference.UNITS) for t, s in pairs])
@@ -295,7 +297,12 @@ class Ledger:
                     break
                 head = said.header.previous_head
 
-    def _add_ring(self, total: np.ndarray, ring: Combined, sync: SyncConfig) -> str | None:
+    def summed(self, vector: VersionVector, d: int) -> dict[Dot, np.ndarray]:
+        """Hybrid mode: inner updates below a vector, and the coordinates int64 [k] of the sum that each is in."""
+        rings = [said.ring for _, said in self.included(vector) if said is not None and said.ring is not None]
+        return {dot: where for ring in rings for where in [read_sum(ring.sum, d)[0]] for dot in ring.dots}
+
+    def _add_ring(self, total: np.ndarray, ring: Combined, sync: SyncConfig, compression: Compression) -> str | None:
         """Add what a ring's updates come to, computed once more by reference.py. What is wrong with the ring, if anything."""
         updates = []
         for update in ring.value.updates:
@@ -303,7 +310,8 @@ class Ledger:
             if said is None:
                 return f"{update.dot} is in a sum and nobody ever said it"
             updates.append((update.dot.peer, update.weight, said.header.scale, said.values))
-        for index, units in reference.ring_sum(updates, ring.draw.peers, sync).items():
+        kept = round(sync.sum_keep * compression.form(total.size).total)
+        for index, units in reference.ring_sum(updates, ring.draw.peers, kept, sync).items():
             total[index] += units
         return None
 

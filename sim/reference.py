@@ -6,6 +6,7 @@ have to be made twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -70,9 +71,11 @@ def dense_mean(updates: Sequence[tuple[str, int, np.ndarray]], sync: SyncConfig)
     return sum((weights[o] / total * fixed / UNITS for o, _, fixed in updates), np.zeros(updates[0][2].size))
 
 
-def ring_sum(updates: Sequence[tuple[str, int, float, Values]], peers: int, sync: SyncConfig) -> dict[int, int]:
+def ring_sum(
+    updates: Sequence[tuple[str, int, float, Values]], peers: int, kept: int, sync: SyncConfig
+) -> dict[int, int]:
     """Hybrid mode: coordinate → units of 2^-40 of what a ring's updates (origin, claimed weight, damping, values) come to, in
-    a swarm of `peers`. Clipping by norm is left out."""
+    a swarm of `peers`, thinned out to `kept` coordinates (0: all). Clipping by norm is left out."""
     weights = capped({origin: claim for origin, claim, _, _ in updates}, sync)
     total = sum(weights.values())
     found: dict[int, int] = {}
@@ -82,14 +85,20 @@ def ring_sum(updates: Sequence[tuple[str, int, float, Values]], peers: int, sync
         share = sync.outer_lr * damping * (weights[origin] / total) * (len(updates) / max(peers, len(updates)))
         for index, value in zip(values[0].tolist(), values[1].tolist(), strict=True):
             found[index] = found.get(index, 0) + round(share * value * UNITS)
-    return {index: units for index, units in found.items() if units}
+    largest = max((abs(units) for units in found.values()), default=0)
+    unit = 2 ** max(0, largest.bit_length() - sync.sum_bits)
+    rounded = {index: (2 * units + unit) // (2 * unit) * unit for index, units in found.items()}
+    ranked = sorted((-abs(units), index) for index, units in rounded.items() if units)
+    return {index: rounded[index] for _, index in (ranked[:kept] if kept else ranked)}
 
 
-def term(scale: float, values: Values) -> tuple[np.ndarray, np.ndarray] | None:
+def term(scale: float, values: Values, step_max: float) -> tuple[np.ndarray, np.ndarray] | None:
     """What a gossiped update adds to the sum: indices and int64 contributions; None when it is void."""
-    if values is None or not scale:
+    if values is None or not scale > 0:
         return None
     scaled = [scale * float(value) for value in values[1]]
     if not all(abs(one) < 1.0 for one in scaled):
+        return None
+    if 0 < step_max < scale * math.sqrt(math.fsum(float(value) ** 2 for value in values[1])):
         return None
     return values[0], np.array([round(one * UNITS) for one in scaled], np.int64)

@@ -14,6 +14,7 @@ Covers streams "Push" and "Pull". Does not cover: who takes part and when it end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -94,6 +95,8 @@ class RingExchange:
         """Start moving; replaces whatever ran before."""
         self.end("next attempt")
         self._transfer = transfer
+        for header in transfer.headers.values():  # a convener that names two updates of one origin is found out so
+            self._store.witness(header)
         self._started.set()
         if len(transfer.order) > 1 and transfer.headers:
             self._own(lambda: self._push_loop(transfer), "push")
@@ -241,6 +244,8 @@ class RingExchange:
         parse(start, frame)
         hash_ = update_hash(start.header)
         if hash_ not in wanted:
+            with contextlib.suppress(PeerFault):
+                self._store.suspect(start.header)
             raise PeerFault("unsolicited_update", hash_.hex()[:16])
         receiving = self._store.begin(start.header)  # checks signature, form and size
         if receiving.size != start.payload_size:

@@ -138,10 +138,19 @@ class UpdateStore:
         limit = self.payload_bytes_max(header.encoding)
         if header.payload_size > limit:
             raise PeerFault("bad_payload", f"announces {header.payload_size} bytes, at most {limit} are possible")
-        self._witness(header)
+        self.witness(header)
         return Receiving(header, self)
 
-    def _witness(self, header: Header) -> None:
+    def suspect(self, signed: Signed) -> None:
+        """An update that nobody asked for: where its dot is known by another header, the two are a proof. Keeps nothing else.
+
+        Raises PeerFault: bad form or signature.
+        """
+        header = decode_header(signed, self._run_id)
+        if header.dot in self._headers:
+            self.witness(header)
+
+    def witness(self, header: Header) -> None:
         """Remember a header whose signature was checked. A second one under its dot is a proof, whatever its payload."""
         with self._lock:
             first = self._headers.setdefault(header.dot, header)
@@ -157,7 +166,7 @@ class UpdateStore:
 
     def put(self, header: Header, payload: bytes) -> None:
         """Keep an update whose signature was checked and whose payload is the header's (empty for a dense one)."""
-        self._witness(header)
+        self.witness(header)
         with self._lock:
             if header.update_hash in self._held:
                 return

@@ -157,13 +157,26 @@ def test_a_dot_is_remembered_longer_than_its_payload(origin: Identity) -> None:
     assert len(proofs) == 1
 
 
+def test_what_nobody_asked_for_is_a_proof_under_a_known_dot_and_else_forgotten(origin: Identity) -> None:
+    store, proofs = make()
+    store.witness(parse_header(signed(origin, 1, b"one")))
+    store.suspect(Signed.FromString(parse_header(signed(origin, 1, b"one")).signed))
+    store.suspect(signed(origin, 2, b"of another dot"))
+    assert not proofs and len(store._headers) == 1
+    other = signed(origin, 1, b"two")
+    store.suspect(other)
+    assert [(a.dot, a.dot == b.dot, a.signed != b.signed) for a, b in proofs] == [(parse_header(other).dot, True, True)]
+    with pytest.raises(PeerFault):
+        store.suspect(Signed(body=other.body, signature=bytes(64)))
+
+
 def test_remembered_headers_are_bounded(origin: Identity) -> None:
     store, _ = make()
     header = parse_header(signed(origin, 1, b""))
     for seq in range(HEADERS_KEPT_MAX + 50):
-        store._witness(replace(header, dot=replace(header.dot, seq=seq + 1)))
+        store.witness(replace(header, dot=replace(header.dot, seq=seq + 1)))
     for i in range(HEADERS_KEPT_MAX + 50):
-        store._witness(replace(header, dot=replace(header.dot, seq=HEADERS_KEPT_MAX + 50), signed=b"%d" % i))
+        store.witness(replace(header, dot=replace(header.dot, seq=HEADERS_KEPT_MAX + 50), signed=b"%d" % i))
     assert len(store._headers) == HEADERS_KEPT_MAX and len(store._proved) == HEADERS_KEPT_MAX
 
 
