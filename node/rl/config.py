@@ -235,8 +235,11 @@ class GrpoConfig(Table):
     micro_batch_size: int = Field(default=0, ge=0)
     """Completions per forward and backward pass, 0 for all at once. Bounds memory; never changes the loss."""
     gradient_checkpointing: bool = True
-    """Run each layer again in the backward pass instead of keeping its activations: about a third more time in the
-    update, and memory for one layer instead of all of them. Turn it off for small models."""
+    """Run layers again in the backward pass instead of keeping their activations, those beyond `activations_mib`: up to
+    half more time in the update, and memory for one layer more instead of all of them."""
+    activations_mib: int = Field(default=1024, ge=0, le=1_048_576)
+    """Memory (MiB) for activations that are kept all the same, per micro-batch: as many layers as fit are not run again.
+    0 saves the most memory; with `gradient_checkpointing = false` all are kept, whatever they take."""
     bf16: bool = False
     """Compute the update's forward and backward pass in bfloat16 (autocast), parameters and loss stay in 32 bits.
     Faster on GPUs, less exact; sampling stays as it is, so the sampler is then not the trainer."""

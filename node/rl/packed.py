@@ -89,28 +89,33 @@ def pack(
     )
 
 
-def hidden_states(model: Any, packing: Packing, *, recompute: bool = False) -> Tensor:
+def hidden_states(model: Any, packing: Packing, *, recompute: bool = False, keep_bytes: int = 0) -> Tensor:
     """Last hidden states of the packed tokens, [N, hidden].
 
     Args:
         model: a transformers causal LM, without any wrapper.
         recompute: keep only the layers' inputs for the backward pass and run them again there.
+        keep_bytes: as in `checkpointed`.
     """
-    with _attention(model), checkpointed(model, functools.partial(_attention, model)) if recompute else nullcontext():
+    again = functools.partial(_attention, model)
+    with _attention(model), checkpointed(model, again, keep_bytes=keep_bytes) if recompute else nullcontext():
         return model.base_model(
             input_ids=packing.input_ids, position_ids=packing.position_ids, use_cache=False, packing=packing
         ).last_hidden_state.squeeze(0)
 
 
 @contextmanager
-def checkpointed(model: Any, around: Any = nullcontext) -> Iterator[None]:
+def checkpointed(model: Any, around: Any = nullcontext, *, keep_bytes: int = 0) -> Iterator[None]:
     """Within it, layers of `model` keep only their inputs, and run again when the backward pass needs more.
 
     Unlike transformers' own switch it needs no training mode, which would turn on dropout.
 
     Args:
         around: makes the context in which a layer runs again.
+        keep_bytes: memory for activations: layers keep them as long as they fit, the first ones first. What a layer
+            needs is measured on the one before it; the first layer keeps its own whenever this is above 0.
     """
+    budget = _Budget(model, keep_bytes)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), around()
@@ -118,7 +123,8 @@ def checkpointed(model: Any, around: Any = nullcontext) -> Iterator[None]:
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     shadowed = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        again = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        layer.forward = functools.partial(budget.run, layer.forward, again)
     try:
         yield
     finally:
@@ -127,6 +133,33 @@ def checkpointed(model: Any, around: Any = nullcontext) -> Iterator[None]:
                 del layer.forward
             else:
                 layer.forward = own
+
+
+class _Budget:
+    """Decides for each layer whether its activations are kept, and measures them."""
+
+    def __init__(self, model: Any, keep_bytes: int) -> None:
+        self._left = keep_bytes
+        self._needed = 1  # bytes, by the layer before
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()} if keep_bytes else set()
+
+    def run(self, keep: Any, again: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `keep` where there is room, else `again`."""
+        if self._needed > self._left:
+            return again(*args, **kwargs)
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._weights:  # these are there anyway
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # the tensor itself could hold the graph that holds it
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = keep(*args, **kwargs)
+        self._needed = max(1, sum(sizes.values()))
+        self._left -= self._needed
+        return result
 
 
 @contextmanager

@@ -113,6 +113,7 @@ def token_scores(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     recompute: bool = False,
+    keep_bytes: int = 0,
     shared_prefix: bool | None = None,
 ) -> TokenScores:
     """Log-probs and entropies of the completions' tokens; gradients flow unless the caller disables them.
@@ -127,7 +128,8 @@ def token_scores(
         with_entropy: whether to compute entropies.
         entropy_grad: whether entropies carry a gradient.
         recompute: run the layers again in the backward pass instead of keeping their activations (gradient
-            checkpointing): about a third more time, and memory for one layer's activations instead of all.
+            checkpointing): about half more time, and memory for one layer's activations instead of all.
+        keep_bytes: with `recompute`, activations of so many bytes are kept all the same; only layers beyond run again.
         shared_prefix: whether to run the prompts once; None asks `runs_packed`. False is the plain way.
     """
     base, mask = _base(model), batch.completion_mask()
@@ -137,10 +139,11 @@ def token_scores(
         packing = pack(
             batch.prompt_ids, batch.prompt_lengths, batch.prompt_of, batch.completion_ids, batch.completion_lengths
         )
-        hidden = hidden_states(base, packing, recompute=recompute).index_select(0, packing.predicts[mask])
+        hidden = hidden_states(base, packing, recompute=recompute, keep_bytes=keep_bytes)
+        hidden = hidden.index_select(0, packing.predicts[mask])
         head = base.get_output_embeddings()
     else:
-        with checkpointed(base) if recompute else nullcontext():
+        with checkpointed(base, keep_bytes=keep_bytes) if recompute else nullcontext():
             hidden = _logits_in_one_pass(model, batch)[mask]
         head = nn.Identity()
     logps, entropies = _score(head, hidden, batch.completion_ids[mask], temperature, with_entropy, entropy_grad)

@@ -201,6 +201,7 @@ class _Update:
                 with_entropy=True,
                 entropy_grad=config.entropy_coef != 0,
                 recompute=config.gradient_checkpointing,
+                keep_bytes=config.activations_mib << 20,
             )
 
     def _fix(self, rows: Tensor, batch: Batch, old_logps: Tensor) -> _Chunk:

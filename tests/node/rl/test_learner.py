@@ -316,6 +316,7 @@ def test_advantage_options_reach_the_advantages(make_learner, options):
     class ByTokens:
         weights = {"task": 1.0, "exact": 2.0}
         failures = {}
+        clipped = {}
 
         def score(self, examples, prompts, completions, texts, ids):
             values = {"task": [float(i[0] % 3) for i in ids], "exact": [float(i[-1] % 5) for i in ids]}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.node.rl import policy
 from shoal.node.rl.config import LoraConfig, ModelConfig
@@ -114,6 +115,36 @@ def test_recomputing_keeps_fewer_activations():
         return total
 
     assert saved(True) < saved(False) / 3
+
+
+def count_layers(model):
+    """How often the model's layers run from now on, and how many there are."""
+    runs, layers = [0], [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        part = next(layer.children())  # the layer's own hooks are not called the second time
+        part.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    return runs, len(layers)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("shape", ["llama", "qwen3-moe"])
+def test_layers_keep_their_activations_as_long_as_they_fit(shape, shared_prefix):
+    model = make(shape, torch.float32)
+    expected = run(model, groups(), shared_prefix=shared_prefix)
+
+    runs, layers = count_layers(model)
+
+    def again(keep_bytes):  # how many layers ran a second time
+        runs[0] = 0
+        found = run(model, groups(), shared_prefix=shared_prefix, recompute=True, keep_bytes=keep_bytes)
+        for own, other in zip(found, expected):
+            assert torch.allclose(own, other, rtol=0, atol=1e-6)
+        return runs[0] - layers
+
+    assert again(0) == layers > 1
+    assert again(1) == layers - 1  # the first one is measured
+    assert again(1 << 30) == 0
+    assert all("forward" not in vars(m) for m in model.modules())
 
 
 def test_every_completion_token_is_scored_against_a_plain_forward_pass():
