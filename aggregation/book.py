@@ -112,6 +112,16 @@ class Book:
         """The state that held it lost a conflict."""
         self._own[dot].adopted = False
 
+    def narrow(self, dot: Dot, indices: np.ndarray) -> None:
+        """Of this own update only the coordinates among int64 [k] `indices` can ever be adopted: what it holds elsewhere
+        stays owed. Repeats change nothing. Raises KeyError."""
+        own = self._own[dot]
+        if own.indices is None:
+            raise ValueError(f"{dot} is dense and counts whole")
+        kept = np.isin(own.indices, indices)
+        if not kept.all():
+            own.indices, own.fixed = own.indices[kept], own.fixed[kept]
+
     def damp(self, dot: Dot, part: int, whole: int) -> None:
         """Book part/whole of an update's mass (rounded down) as damped: it counts neither as adopted nor as owed.
 

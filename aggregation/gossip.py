@@ -108,7 +108,7 @@ class UpdateLog:
         self._retracted: dict[Key, list[Record]] = {}  # ascending; begins right above the chain's top
         self._limits: dict[Key, int] = {}  # set by `freeze`
         self._proofs: dict[str, Fork] = {}  # by peer: of its lowest disputed dot
-        self._inner: dict[Dot, int] = {}  # hybrid mode: inner updates above the floor, and how many records count each
+        self._inner: dict[Dot, Record] = {}  # hybrid mode: inner updates above the floor, and the sum that each is in
         self._floor_inner: dict[Key, tuple[int, ...]] = {}  # at the floor, newest INNER_KEPT of each chain, ascending
         self.floor_changes = 0  # grows whenever `snapshot` without its log could be another
         self._theta: np.ndarray | None = None
@@ -239,6 +239,12 @@ class UpdateLog:
     def counts(self, dot: Dot) -> bool:
         """Hybrid mode: whether this inner update is in the sum, as far as it is remembered (snapshots.py)."""
         return dot in self._inner or dot.seq in self._floor_inner.get((dot.peer, dot.incarnation), ())
+
+    def counted_at(self, dot: Dot) -> np.ndarray | None:
+        """Hybrid mode: coordinates int64 [k] of the sum that this inner update is in; None where that is not kept."""
+        record = self._inner.get(dot)
+        held = self._contributions.of(record) if record is not None else None
+        return held[0] if held is not None else None
 
     def counts_for_good(self, dot: Dot) -> bool:
         """Hybrid mode: as `counts`, and nothing can take it back: it is at the floor, and the floor is final."""
@@ -420,13 +426,12 @@ class UpdateLog:
             self._sum.add(*held)
         self.total_weight += record.header.weight
         for dot in record.inner:
-            self._inner[dot] = self._inner.get(dot, 0) + 1
+            self._inner[dot] = record
         self._theta = self._state_hash = None
 
     def _forget_inner(self, record: Record) -> None:
         for dot in record.inner:
-            self._inner[dot] -= 1
-            if not self._inner[dot]:
+            if self._inner.get(dot) is record:
                 del self._inner[dot]
 
     # ------------------------------------------------------------------------------------------------ snapshots

@@ -115,6 +115,11 @@ class SyncConfig(Table):
     """And up to this multiple of the round's median: a claim is only a claim."""
     norm_max: float = Field(default=0.0, ge=0)
     """Updates of a larger Euclidean norm are scaled down to it; 0 means no limit."""
+    sum_keep: float = Field(default=4.0, ge=0, le=1000)
+    """Hybrid: the sum that a ring gossips keeps its largest coordinates, as many as this many updates have; what is left out
+    stays with the members for later rounds. More: quicker in short runs, more traffic; 0 keeps all."""
+    sum_bits: int = Field(default=12, ge=4, le=62)
+    """Hybrid: bits of the largest number in such a sum; smaller ones are rounded to the same unit."""
     ring_size_max: int = Field(default=64, ge=1, le=limits.ROSTER_MAX // 2)
     """Members of one ring. In ring mode more wait to be admitted; in hybrid mode more rings are drawn."""
 
@@ -246,6 +251,9 @@ class NodeConfig(Table):
     """Older checkpoints are deleted."""
     eval_every_rounds: int = Field(default=0, ge=-1)
     """Held-out evaluation every so many rounds; 0: only at the start and the end of the run, -1: never."""
+    log_save_seconds: float = Field(default=60.0, gt=0)
+    """Gossip mode: the log of updates is written to disk at the latest after this. What it lacks after a crash comes again from
+    others; your own updates are on disk before anybody gets them."""
     updates_bytes_max: int = Field(default=1024**3, ge=1024**2)
     """Memory for verified updates kept for peers that missed them."""
     leave_grace_seconds: float = Field(default=20.0, ge=0, le=3600)

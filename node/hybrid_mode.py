@@ -38,6 +38,8 @@ def hybrid_rules(config: Config) -> HybridRules:
         weight_median_multiple_max=sync.weight_median_multiple_max,
         norm_max=sync.norm_max,
         outer_lr=sync.outer_lr,
+        keep=sync.sum_keep,
+        bits=sync.sum_bits,
     )
 
 

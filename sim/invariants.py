@@ -15,7 +15,10 @@ import numpy as np
 
 from ..node.swarm.gossip import Gossip
 from ..node.swarm.hybrid import Hybrid
+from ..node.swarm.rounds import Rounds
 from ..protocol import limits
+from .choices import Choices
+from .finality import Finality
 from .ledger import SUMMED_EVERY, Ledger
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ class Checkers:
         self._sums: dict[str, tuple[int, int]] = {}  # hybrid mode: by peer, its newest combined update looked at
         self._lives: dict[str, int] = {}
         self.forked = False
+        self._choices, self._finality = Choices(), Finality(sim)
+        self._records: dict[str, object] = {}  # by peer: the ballot record last looked at
 
     def broken(self, invariant: int, peer: str, text: str) -> None:
         """Note a violation once."""
@@ -68,8 +73,7 @@ class Checkers:
     def look(self) -> None:
         """At every node that runs."""
         for peer in self._sim.peers:  # of all before the first state: between two looks it may have got others' updates
-            if peer.node is not None and peer.node.rounds is not None:
-                self._look_at_updates(peer)
+            self.heard_of(peer)
         for peer in self._sim.peers:
             self.look_at(peer)
 
@@ -79,11 +83,20 @@ class Checkers:
         if node is None or node.rounds is None:
             return
         self._look_at_updates(peer)
+        if isinstance(node.rounds, Rounds):
+            self._look_at_ballot(peer, node.rounds)
+        elif text := self._finality.look(peer):
+            self.broken(2, peer.name, text)
         state = node.rounds.state
         if self._states.get(peer.name) is not state:
             self._states[peer.name] = state
             self._look_at_state(peer)
             self._look_at_book(peer)
+
+    def heard_of(self, peer: Peer) -> None:
+        """A peer has published."""
+        if peer.node is not None and peer.node.rounds is not None:
+            self._look_at_updates(peer)
 
     def _look_at_updates(self, peer: Peer) -> None:
         """Own updates enter the ledger when they are in the journal, before their first byte leaves."""
@@ -103,10 +116,25 @@ class Checkers:
             known = self.ledger.said.get(header.dot, {})
             if peer.byzantine is None and known and header.update_hash not in known:
                 self.broken(2, peer.name, f"{header.dot} names two different updates")
+            self._finality.published(header.dot)
             self.ledger.heard(header, update.payload, node.learner.layout.size, node.compression)
         if spoke:
             record = self.ledger.of(peer.peer_id)
             record.published = len(record.sums) - 1
+
+    def _look_at_ballot(self, peer: Peer, rounds: Rounds) -> None:
+        """The vote that the journal holds, and who convened the roster that was taken."""
+        assert peer.node is not None
+        ballot, record = rounds.ballot._ballot, peer.node.journal._ballot
+        if ballot is None or peer.byzantine is not None:
+            return
+        if ballot.roster is not None and ballot.roster.convener in self._sim.forgers:
+            self.broken(5, peer.name, f"round {ballot.round}: took a roster that its convener has not signed")
+        if record is not None and record is not self._records.get(peer.name):
+            self._records[peer.name] = record
+            if record.concerns(ballot.round, ballot.base_lineage):
+                if text := self._choices.cast(peer.peer_id, record, ballot.electorate, self.ledger.lost):
+                    self.broken(6, peer.name, text)
 
     def _look_at_state(self, peer: Peer) -> None:
         node = peer.node
@@ -230,6 +258,7 @@ class Checkers:
         node = peer.node
         assert node is not None
         record = self.ledger.of(peer.peer_id)
+        self._finality.ready(peer)
         if peer.disk_was_lost:
             peer.first_incarnation, peer.disk_was_lost = node.journal.incarnation, False
             record.sums.clear()

@@ -40,9 +40,10 @@ EXCHANGES_MAX = 4
 AGAIN_SECONDS = 0.5
 # Chains that one message of news names; the rest comes with the next exchange.
 NEWS_MAX = 1024
-# A checkpoint holds the whole log: a new one is written when the log has grown by this share, or after this time.
+# A checkpoint holds the whole log: a new one is written when the log has grown by this share, but not after less than this part
+# of `save_seconds`, after which one is written anyway.
 SAVE_GROWTH = 0.25
-SAVE_SECONDS = 60.0
+SAVE_SHARE_MIN = 1 / 120
 # In a swarm so large that not everybody is a neighbour, news and exchanges go to neighbours, who are connected already; this
 # share of the exchanges goes to members drawn from all.
 STRAY_SHARE = 1 / 32
@@ -61,6 +62,7 @@ class GossipSettings:
         rounds_max: own updates after which the run is over for this peer; 0: never.
         interval_s: seconds between two exchanges that this peer begins by itself.
         fanout: peers that news is told to.
+        save_seconds: a checkpoint is written after so long at the latest.
     """
 
     target_samples: int
@@ -68,6 +70,7 @@ class GossipSettings:
     rounds_max: int
     interval_s: float
     fanout: int
+    save_seconds: float = 60.0
 
 
 class Gossip:
@@ -279,10 +282,13 @@ class Gossip:
         if header is not None:
             self._include_own(header, work)
         await self._record(work)
-        log = self.log
-        grown = log.log_bytes - self._saved_bytes > SAVE_GROWTH * self._saved_bytes
-        if grown or self._clock.now() - self._saved_at >= SAVE_SECONDS or self.finished or self._leaving:
+        if self._save_is_due():
             await self._save_all(work)
+
+    def _save_is_due(self) -> bool:
+        grown = self.log.log_bytes - self._saved_bytes > SAVE_GROWTH * self._saved_bytes
+        waited = (self._clock.now() - self._saved_at) / self.settings.save_seconds
+        return (grown and waited >= SAVE_SHARE_MIN) or waited >= 1 or self.finished or self._leaving
 
     async def _save_all(self, work: Work | None) -> None:
         async with self._saving:

@@ -40,7 +40,7 @@ from ...protocol.wire_pb2 import Envelope, RingDraw, RingPlace, RingRequest, Sig
 from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
 from .ballot_driver import BallotDriver
-from .gossip import SAVE_GROWTH, SAVE_SECONDS, Gossip
+from .gossip import Gossip
 from .hybrid_draw import REPEAT_SECONDS, Drawer, Seeker
 from .hybrid_seal import Sealing, Settling
 from .local_work import Place, Work
@@ -86,6 +86,13 @@ class HybridReplica(Replica):
         self._carried[header.base_lineage] = None
         if len(self._carried) > LINEAGES_KEPT:
             self._carried.popitem(last=False)
+
+    def _settle_with_log(self) -> None:
+        """Own updates count where the sum that they are in was thinned out to, and where the log includes it."""
+        for dot in self._book.dots():
+            if not self._book.adopted(dot) and (where := self.log.counted_at(dot)) is not None:
+                self._book.narrow(dot, where)
+        super()._settle_with_log()
 
     def carries(self, lineage: bytes) -> bool:
         """Whether the sum of a ring of late came in."""
@@ -406,8 +413,7 @@ class Hybrid(Gossip):
     async def _after_round(self, work: Work) -> None:
         await self._record(work)
         log = self.log
-        grown = log.log_bytes - self._saved_bytes > SAVE_GROWTH * self._saved_bytes
-        if grown or self._clock.now() - self._saved_at >= SAVE_SECONDS or self.finished or self._leaving:
+        if self._save_is_due():
             await self._save_all(work)
             covered = self._covered()
             keep = {u.dot for u in self._journal.updates if not log.vector.includes(u.dot) or u.round > covered}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.aggregation.contributions import GossipRules
 from shoal.aggregation.gossip import UpdateLog, Verdict
 from shoal.aggregation.heal import merged
-from shoal.aggregation.hybrid import HybridRules, combine, combined_bytes_max, read_sum, write_sum
+from shoal.aggregation.hybrid import HybridRules, combine, combined_bytes_max, read_sum, thinned, write_sum
 from shoal.aggregation.merge import UNIT
 from shoal.aggregation.snapshots import INNER_KEPT, Snapshot, join_inner
 from shoal.protocol.ballot_messages import CommittedUpdate, Encoding, Exchange, Value
@@ -24,6 +24,7 @@ from shoal.protocol.version import NO_HEAD, Dot, VersionVector
 from .origins import RULES, THETA0, D, Update, head_of, update
 
 RING_RULES = HybridRules(RULES.compression, 1_000_000, 4.0, 0.0, 1.0)
+THIN = replace(RING_RULES, keep=1.0, bits=8)
 LOG_RULES = GossipRules(RULES.compression, combined=True)
 RUN = b"r" * 32
 
@@ -84,6 +85,30 @@ def test_a_claimed_weight_is_capped_and_a_norm_is_clipped() -> None:
     assert found.weight == 9 + 12  # four times the median
     clipped = combine(honest, 4, D, replace(RING_RULES, norm_max=1e-3))
     assert np.sqrt(((clipped.fixed / UNIT) ** 2).sum()) <= 1e-3
+
+
+def test_a_sum_is_thinned_out_to_its_largest_coordinates_in_a_common_unit() -> None:
+    updates = [inner(peer) for peer in ("ada", "bob", "cyd", "dan", "eve")]
+    whole, thin = combine(updates, 5, D, RING_RULES), combine(updates, 5, D, THIN)
+    exact = dict(zip(whole.indices.tolist(), whole.fixed.tolist(), strict=True))
+    assert thin.indices.size == RULES.compression.form(D).total < whole.indices.size
+    left_out = max(abs(v) for i, v in exact.items() if i not in thin.indices)
+    unit = 2 ** (int(np.abs(whole.fixed).max()).bit_length() - 8)
+    for index, units in zip(thin.indices.tolist(), thin.fixed.tolist(), strict=True):
+        assert units % unit == 0 and abs(units - exact[index]) <= unit // 2 and abs(units) >= left_out - unit
+    assert len(write_sum(thin.indices, thin.fixed, D)) < len(write_sum(whole.indices, whole.fixed, D)) / 4
+    assert thin.counted == whole.counted
+
+
+@given(
+    st.lists(st.integers(-(2**50), 2**50), min_size=D, max_size=D), st.integers(4, 62), st.sampled_from([0, 0.5, 1, 4])
+)
+def test_thinning_never_moves_a_number_by_more_than_half_a_unit(total: list[int], bits: int, keep: float) -> None:
+    indices, fixed = thinned(np.array(total, np.int64), replace(RING_RULES, keep=keep, bits=bits))
+    unit = 2 ** max(0, max(map(abs, total)).bit_length() - bits)
+    assert all(abs(f - total[i]) <= unit // 2 and f for i, f in zip(indices.tolist(), fixed.tolist(), strict=True))
+    assert keep == 0 or indices.size <= round(keep * RULES.compression.form(D).total)
+    assert np.array_equal(read_sum(write_sum(indices, fixed, D), D)[1], fixed)
 
 
 def test_a_ring_of_no_weight_comes_to_nothing() -> None:
