@@ -40,7 +40,9 @@ be part of a deciding majority is held back until that majority has let a deadli
 nothing binds.
 
 Observers (not in the electorate) show themselves to all members until they see the commit; a convener names those it
-heard of lately as joiners. They are never counted and never waited for.
+heard of lately as joiners. They are never counted and never waited for. One that is a moment behind the round (it follows the
+chain, but its word takes longer than a round) is named, too, as long as the roster is a majority of the next electorate
+without it: from then on it is a member, and waited for like one.
 
 For the driver
 --------------
@@ -70,6 +72,7 @@ from .ballot_events import (
     Measured,
     MembersDead,
     NeedLocalResult,
+    Newcomer,
     Note,
     Persist,
     Phase,
@@ -99,6 +102,7 @@ __all__ = [
     "Measured",
     "MembersDead",
     "NeedLocalResult",
+    "Newcomer",
     "Note",
     "Persist",
     "Phase",
@@ -135,6 +139,8 @@ class Ballot(Convening):
                 pass
             case CloseRound(reason):
                 self._close(reason)
+            case Newcomer(peer):
+                self._on_newcomer(peer, None)
             case LocalResult(header):
                 self._on_local(header)
             case Held(updates, chunks):
@@ -216,9 +222,7 @@ class Ballot(Convening):
             return self._on_commit(peer, message)
         if peer not in self.electorate:
             if isinstance(message, Join) and message.observer and not self.observing:
-                if peer in self._observers or len(self._observers) < limits.ROSTER_MAX:
-                    self._observers[peer] = (message.state_hash, self._now)
-                return None
+                return self._on_newcomer(peer, message.state_hash)
             return self._note(f"{type(message).__name__} of a stranger ignored")
         if isinstance(message, Join) and message.observer:
             return self._note("a member asks to observe: ignored, it may vote")
@@ -248,6 +252,12 @@ class Ballot(Convening):
                 if peer == self.convener and message.attempt == self.attempt and self.phase is Phase.CONVENING:
                     self._join()
         return None
+
+    def _on_newcomer(self, peer: str, state_hash: bytes | None) -> None:
+        """`state_hash`: of the state that it stands on; None: it is a moment behind."""
+        room = peer in self._observers or len(self._observers) < limits.ROSTER_MAX
+        if room and not self.observing and peer not in self.electorate:
+            self._observers[peer] = (state_hash, self._now)
 
     def _convening_in(self, attempt: int) -> bool:
         return attempt == self.attempt and self.convener == self.me

@@ -38,6 +38,7 @@ class Attempts:
         record: what was last persisted for this round and lineage, if anything.
         choose: which exchange the roster's updates get.
         dead: membership's view at the start.
+        unready: peers that are not to be named joiners.
         abstain: only observe, though in the electorate: this peer does not know what it promised or voted for before.
     """
 
@@ -54,12 +55,14 @@ class Attempts:
         record: BallotRecord | None = None,
         choose: ChooseExchange = choose_exchange,
         dead: Collection[str] = (),
+        unready: Collection[str] = (),
         abstain: bool = False,
     ) -> None:
         if record is not None and not record.concerns(round_, base_lineage):
             raise ValueError(f"record of round {record.round} given to round {round_}, or of another lineage")
         self.me = me
         self.abstain = abstain
+        self._unready = frozenset(unready)
         self.electorate = frozenset(electorate)
         self.order = convener_order(electorate, base_lineage, round_)
         self.round = round_
@@ -82,7 +85,7 @@ class Attempts:
         self._silent: set[str] = set()
         self._seen: dict[str, int] = {}  # highest attempt heard of, by member
         self._joins: dict[str, Join] = {}  # latest, of the current attempt or a later one
-        self._observers: dict[str, tuple[bytes, float]] = {}  # state hash that it stands on, and when it last said so
+        self._observers: dict[str, tuple[bytes | None, float]] = {}  # `_on_newcomer`'s, and when it last said so
         self._splits: dict[bytes, tuple[Commit, set[str]]] = {}  # held-back split commits, with who has decided so
         self._answered: dict[str, float] = {}  # DECIDED: when a straggler was last answered
         # What this peer has.

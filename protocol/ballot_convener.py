@@ -64,7 +64,7 @@ class Convening(Attempts):
                 attempt=self.attempt,
                 joins=joins,
                 order=self.order,
-                joiners=self._joiners(limits.ROSTER_MAX - size),
+                joiners=self._joiners(size),
                 choose=self._choose,
                 reason=reason + (f", {len(waiting)} were not waited for longer" if waiting else ""),
                 preferred=splits[0][0].value if splits else None,
@@ -75,11 +75,15 @@ class Convening(Attempts):
         assert self.roster is not None
         self._send(tuple(p for p in self.roster.peers if p != self.me), self.roster)
 
-    def _joiners(self, room: int) -> tuple[str, ...]:
-        """Observers heard of lately that stand on the same state."""
+    def _joiners(self, size: int) -> tuple[str, ...]:
+        """Observers heard of lately that stand on the same state; and of those a moment behind as many as leave a roster of
+        `size` peers a majority of the next electorate, or one."""
         fresh = self._now - 8 * self.timing.retry_s
-        named = [p for p, (hash_, at) in self._observers.items() if at >= fresh and hash_ == self.base_state_hash]
-        return tuple(sorted(named)[:room])
+        asking = {p: hash_ for p, (hash_, at) in self._observers.items() if at >= fresh and p not in self._unready}
+        here = sorted(p for p, hash_ in asking.items() if hash_ == self.base_state_hash)
+        near = sorted(p for p, hash_ in asking.items() if hash_ is None)
+        named = here + near[: max(0 if here else 1, size - 1 - len(here))]
+        return tuple(sorted(named[: limits.ROSTER_MAX - size]))
 
     def _propose(self) -> None:
         roster = self.roster

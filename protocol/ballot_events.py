@@ -36,6 +36,13 @@ class CloseRound:
 
 
 @dataclass(frozen=True)
+class Newcomer:
+    """A peer asks to be let in that stands no more than a moment behind this round."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
 class LocalResult:
     """Local training has stopped and the update, if any, is in the journal and may be published."""
 
@@ -74,7 +81,7 @@ class ExchangeFailed:
     reason: str
 
 
-Event = Tick | CloseRound | LocalResult | Received | Held | MembersDead | ExchangeFailed
+Event = Tick | CloseRound | Newcomer | LocalResult | Received | Held | MembersDead | ExchangeFailed
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

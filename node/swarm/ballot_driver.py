@@ -78,8 +78,10 @@ class BallotDriver:
 
     # ------------------------------------------------------------------------------------------------ a round
 
-    def open(self, state: SharedState, *, dead: frozenset[str], abstain: bool) -> None:
-        """The ballot of the round after `state`. What came early for it is fed to it."""
+    def open(
+        self, state: SharedState, *, dead: frozenset[str], abstain: bool, unready: frozenset[str] = frozenset()
+    ) -> None:
+        """The ballot of the round after `state`. What came early for it is fed to it. `unready`: not to be named joiners."""
         if self._ballot is not None:
             self._previous = self._ballot
         self._ballot = b.Ballot(
@@ -93,6 +95,7 @@ class BallotDriver:
             record=self._journal.ballot_record(state.round + 1, state.lineage),
             choose=choose_exchange,
             dead=dead,
+            unready=unready,
             abstain=abstain,
         )
         self.decided = asyncio.get_running_loop().create_future()
@@ -144,13 +147,21 @@ class BallotDriver:
             return False
         if getattr(message, "observer", False):
             self.observers_seen = True
-        if self._room.take(peer, size):
-            self._events.put_nowait((b.Received(peer, message), size))
-            return True
-        if not self._dropped:
-            self._say("too many messages wait for the ballot, some are dropped", level="warning", peer=peer)
-        self._dropped += 1
+        self._take_in(b.Received(peer, message), size)
         return True
+
+    def let_in(self, peer: str, size: int) -> None:
+        """By a message of `size` bytes, a peer a moment behind the open round has asked to be named a joiner."""
+        if self._ballot is not None and not self._ballot.observing:
+            self.observers_seen = True
+            self._take_in(b.Newcomer(peer), size)
+
+    def _take_in(self, event: b.Received | b.Newcomer, size: int) -> None:
+        if self._room.take(event.peer, size):
+            return self._events.put_nowait((event, size))
+        if not self._dropped:
+            self._say("too many messages wait for the ballot, some are dropped", level="warning", peer=event.peer)
+        self._dropped += 1
 
     def keep_early(self, peer: str, message: Message, size: int) -> None:
         """A message of a round that is not open yet; dropped when too many wait."""
@@ -186,7 +197,7 @@ class BallotDriver:
         assert ballot is not None
         while True:
             event, size = await self._events.get()
-            if isinstance(event, b.Received) and size:
+            if isinstance(event, b.Received | b.Newcomer) and size:
                 self._room.give_back(event.peer, size)
             before = ballot.phase
             actions = ballot.handle(self._clock.now(), event)

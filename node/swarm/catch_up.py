@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from ...protocol import limits
 from ...protocol.ballot_messages import Commit, Message
 from ...protocol.ballot_wire import encode_commit
-from ...protocol.commit import CommitRecord, Winner, check_commit, electorate_after
+from ...protocol.commit import CheckedCommit, CommitRecord, Winner, check_commit, electorate_after
 from ...protocol.errors import ExitCode, PeerFault, ShoalError
 from ...protocol.transport import Clock
 from ...protocol.version import Order
@@ -115,17 +115,18 @@ class CatchUp:
         while self.behind().keys() - self._apart and self._clock.now() < deadline:
             await self._clock.sleep(WATCH_SECONDS)
 
-    def next_commit(self, lineage: bytes):
+    def next_commit(self, lineage: bytes) -> CheckedCommit | None:
         """The checked commit that follows `lineage` on a chain that somebody alive has, or None."""
+        return next(iter(self.later(lineage, 1)), None)
+
+    def later(self, lineage: bytes, limit: int = limits.COMMITS_PER_REPLY_MAX) -> list[CheckedCommit]:
+        """The first commits known that follow `lineage` on a chain that somebody alive has, oldest first."""
         rounds = self._rounds
         if rounds is None:
-            return None
+            return []
         tips = sorted({s.lineage for s in self.behind().values()})
-        for tip in tips:
-            later = rounds.log.after(lineage, tip, limit=1)
-            if later:
-                return later[0].checked
-        return None
+        chains = (rounds.log.after(lineage, tip, limit) for tip in tips)
+        return [record.checked for record in next((chain for chain in chains if chain), [])]
 
     # ------------------------------------------------------------------------------------------------ messages
 
@@ -185,8 +186,9 @@ class CatchUp:
             self._lost &= {s.lineage for s in self._summaries().values()}  # what nobody shows any more is forgotten
             behind = self.behind()
             self._apart &= behind.keys()
-            for gone in self._vain.keys() - behind.keys():
-                del self._vain[gone]
+            for known in (self._vain, self._asked, self._heard):
+                for gone in known.keys() - behind.keys():
+                    del known[gone]
             for peer, summary in sorted(behind.items()):
                 if rounds.log.knows(summary.lineage):
                     await self._compare(rounds, peer, summary)

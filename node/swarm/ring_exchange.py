@@ -276,8 +276,12 @@ class RingExchange:
                 origins = [transfer.origin(h) for h in missing]
                 await self.pull(missing, dict.fromkeys([*origins, *transfer.order]))
 
-    async def pull(self, hashes: Iterable[bytes], holders: Iterable[str]) -> list[bytes]:
-        """Ask the holders in turn; returns the hashes that nobody gave. Every failure is reported, none is raised."""
+    async def pull(self, hashes: Iterable[bytes], holders: Iterable[str], soon: Collection[bytes] = ()) -> list[bytes]:
+        """Ask the holders in turn; returns the hashes that nobody gave. Every failure is reported, none is raised.
+
+        Args:
+            soon: what will be wanted next, taken along from whoever is asked.
+        """
         missing = [h for h in hashes if not self._store.has(h)]
         for holder in holders:
             if not missing:
@@ -285,7 +289,7 @@ class RingExchange:
             if holder == self._me or self._is_dead(holder):
                 continue
             try:
-                await self._pull_from(holder, missing)
+                await self._pull_from(holder, [*missing, *(h for h in soon if not self._store.has(h))])
             except (StreamClosed, DialError, asyncio.TimeoutError, PeerFault) as error:
                 self._on_trouble(concerning(holder, "pull", error), error)
             missing = [h for h in missing if not self._store.has(h)]
@@ -296,7 +300,7 @@ class RingExchange:
         try:
             await stream.send(PullRequest(update_hashes=hashes[: limits.ROSTER_MAX]).SerializeToString())
             await stream.done_sending()
-            wanted = set(hashes)
+            wanted = set(hashes[: limits.ROSTER_MAX])
             while wanted:
                 try:
                     frame = await stream.recv(FRAME_SECONDS)

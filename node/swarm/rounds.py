@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...protocol import ballot_wire
+from ...protocol import ballot_wire, limits
 from ...protocol.ballot import CloseRound, LocalResult, MembersDead, Phase, Received
-from ...protocol.ballot_messages import Commit, Exchange, Header
+from ...protocol.ballot_messages import Commit, Exchange, Header, Join
 from ...protocol.commit import CheckedCommit, CommitLog
 from ...protocol.deadlines import Deadlines
 from ...protocol.identity import Identity
@@ -36,12 +36,15 @@ from .catch_up import CatchUp
 from .dense_exchange import DenseExchange
 from .history import History
 from .local_work import LocalWork, Work
+from .newcomers import Newcomers
 from .ring_exchange import RingExchange
 from .state import Applied, MergeRules, SharedState, apply_commit
 from .updates import UpdateStore
 
 # Pause between two tries to fetch a committed update that nobody gave, and to save a state that the disk did not take.
 FETCH_RETRY_SECONDS = SAVE_RETRY_SECONDS = 1.0
+# Updates of later rounds taken along with those of this one.
+AHEAD_BYTES_MAX = 16 * 1024**2
 # After this many fruitless tries the state itself is downloaded.
 FETCH_TRIES = 3
 
@@ -129,6 +132,7 @@ class Rounds:
         self._started = started
         self._amnesiac = amnesiac
         self._abstention = Abstention(self.me)
+        self._newcomers = Newcomers()
         self.progress = Progress()
         self.durable_round = state.round  # saved, or at least tried to
         self.ballot = BallotDriver(
@@ -209,6 +213,8 @@ class Rounds:
             return self._catch_up.answer(self, peer, envelope.commit_request)
         message = ballot_wire.decode(envelope, peer, self._run_id)
         size = envelope.ByteSize()
+        if isinstance(message, Join) and message.observer:
+            self._show_near(peer, message, size)
         if self.ballot.receive(peer, message, size):
             if isinstance(message, Commit):
                 self._catch_up.hint(peer, message)
@@ -224,6 +230,11 @@ class Rounds:
         elif message.round == self.state.round + 1:
             self.ballot.keep_early(peer, message, size)
             self._catch_up.hint(peer, message)
+
+    def _show_near(self, peer: str, join: Join, size: int) -> None:
+        """A newcomer whose word has taken longer than its round asks to be let into this one."""
+        if join.round <= self.state.round and self._newcomers.near(self._clock.now(), join.base_lineage):
+            self.ballot.let_in(peer, size)
 
     # ------------------------------------------------------------------------------------------------ rounds
 
@@ -254,7 +265,8 @@ class Rounds:
         self._work.open()
         self._expect(state.electorate)
         abstain = self._must_abstain(state)
-        self.ballot.open(state, dead=self._dead(), abstain=abstain)
+        unready = self._newcomers.unready(self._clock.now())
+        self.ballot.open(state, dead=self._dead(), abstain=abstain, unready=unready)
         self._round_started = self._clock.now()
         self.progress.samples = self.progress.steps = 0
         self.progress.metrics = {}
@@ -415,6 +427,7 @@ class Rounds:
             return None
         self.history.follow(applied, checked)
         self.state = applied.state
+        self._newcomers.committed(self._clock.now(), checked.value)
         self._saved = await self._save(applied, checked, work)
         self.durable_round = applied.state.round
         self.progress.rounds_done += 1
@@ -448,8 +461,17 @@ class Rounds:
         """Take a downloaded state in place of ours. The open round ends; `fork`: our own branch after it lost."""
         self.history.replace(self.state, state, fork)
         self.state = state
+        self._newcomers = Newcomers()
         self._say("state downloaded", round=state.round, state_hash=state.hash.hex()[:16], reason=reason)
         self._replaced.set()
+
+    def _wanted_next(self, checked: CheckedCommit, wanted: int) -> list[bytes]:
+        """Updates of the rounds after this one, as far as their commits are known: who catches up with a swarm that is faster
+        than a way there and back must not go once for every round."""
+        later = self._catch_up.later(checked.lineage)
+        hashes = [u.update_hash for one in later for u in one.value.updates]
+        room = min(limits.ROSTER_MAX - wanted, AHEAD_BYTES_MAX // max(1, self._work.payload_bytes_max))
+        return hashes[: max(0, room)]
 
     async def _fetch(self, checked: CheckedCommit) -> list[tuple[Header, bytes]] | None:
         """The committed updates, pulled from whoever has them; None when nobody does."""
@@ -457,7 +479,7 @@ class Rounds:
         hashes = [u.update_hash for u in value.updates]
         holders = dict.fromkeys([*(u.dot.peer for u in value.updates), *value.roster, *sorted(self._alive())])
         for attempt in range(FETCH_TRIES):
-            missing = await self._exchange.pull(hashes, holders)
+            missing = await self._exchange.pull(hashes, holders, self._wanted_next(checked, len(hashes)))
             if not missing:
                 with contextlib.suppress(KeyError):  # gone from the disk since: pulled again
                     return [self._store.load(h) for h in hashes]

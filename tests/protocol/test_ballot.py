@@ -17,6 +17,7 @@ from shoal.protocol.ballot import (
     Measured,
     MembersDead,
     NeedLocalResult,
+    Newcomer,
     Note,
     Persist,
     Phase,
@@ -721,6 +722,34 @@ def test_observers_that_died_went_quiet_or_stand_elsewhere_are_not_named():
     joiners = swarm.decided("p0").value.joiners
     assert "good" in joiners and not {"quiet", "dead", "astray"} & set(joiners)
     assert len(joiners) + 1 <= 256
+
+
+@pytest.mark.parametrize(("size", "here", "near", "named"), [(1, 0, 3, 1), (3, 0, 5, 2), (3, 1, 5, 2), (5, 5, 5, 5)])
+def test_of_newcomers_a_moment_behind_only_so_many_are_named_that_the_next_round_needs_none(size, here, near, named):
+    swarm = Swarm(size)
+    for name in swarm.names:
+        for i in range(here):
+            ask = Join(f"h{i}", 1, BASE, 0, None, None, STATE, observer=True)
+            swarm.feed(name, Received(f"h{i}", ask))
+        for i in range(near):
+            swarm.feed(name, Newcomer(f"n{i}"))
+        swarm.feed(name, Newcomer("p0"))  # a member needs no letting in
+    swarm.close()
+    joiners = swarm.decided("p0").value.joiners
+    assert len(joiners) == named
+    assert {f"h{i}" for i in range(here)} <= set(joiners)
+
+
+def test_who_is_not_ready_is_not_named():
+    ballot = Ballot(
+        me="p0", electorate=["p0"], round_=1, base_lineage=BASE, base_state_hash=STATE, timing=TIMING,
+        sign_vote=lambda vote: b"signed", unready={"late"},
+    )  # fmt: skip
+    actions = []
+    for event in (Tick(), Newcomer("late"), Newcomer("good"), CloseRound("time"), LocalResult(None)):
+        actions += ballot.handle(100.0, event)
+    (decided,) = [action for action in actions if isinstance(action, Decided)]
+    assert decided.commit.value.joiners == ("good",)
 
 
 def test_strangers_and_members_that_ask_to_observe_are_ignored():

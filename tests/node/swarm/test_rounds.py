@@ -109,9 +109,9 @@ def test_the_end_of_an_abstention_opens_the_round_anew_and_leaves_no_timer(monke
     opened: list[tuple[float, bool]] = []
 
     class Watching(BallotDriver):
-        def open(self, state: Any, *, dead: frozenset[str], abstain: bool) -> None:
+        def open(self, state: Any, *, abstain: bool, **others: Any) -> None:
             opened.append((self._clock.now(), abstain))
-            super().open(state, dead=dead, abstain=abstain)
+            super().open(state, abstain=abstain, **others)
 
         async def run(self) -> None:
             await asyncio.sleep(3600)
