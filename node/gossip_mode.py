@@ -211,6 +211,7 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray, variant: Variant
             rounds_max=sync.rounds_max,
             interval_s=sync.gossip_seconds,
             fanout=sync.gossip_fanout,
+            save_seconds=node.config.node.log_save_seconds,
         ),
         replica=replica,
         exchange=exchange,

@@ -13,11 +13,13 @@ machine type. Only transport, clock, disk and (if wanted) the learner are not th
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -257,11 +259,12 @@ class Simulation:
         self.loop.after_step, self.loop.stride = self._after_step, self._stride
         self._sample_every(max(SAMPLE_SECONDS, until_s / SAMPLES_MAX))
         second = 0.0
-        while self.now < until_s and not (until is not None and until()):
-            second = min(until_s, second + 1.0)
-            self.loop.run_until(second)
-        self._settle(settle_s, must_settle)
-        self.checkers.conclude()
+        with _rare_collections():
+            while self.now < until_s and not (until is not None and until()):
+                second = min(until_s, second + 1.0)
+                self.loop.run_until(second)
+            self._settle(settle_s, must_settle)
+            self.checkers.conclude()
         report = self._report(time.perf_counter() - started)
         self._close()
         return report
@@ -333,6 +336,8 @@ class Simulation:
     def said(self, peer: Peer, event: str, level: str, values: dict[str, Any]) -> None:
         """A log line of a node."""
         self._trace.update(f"{self.loop.now_ns} {peer.name} {event} {sorted(map(str, values.items()))}\n".encode())
+        if event == "update published":
+            self.checkers.heard_of(peer)  # whatever the stride: its journal may not keep it until the next look
         if event == "member" and len(self._membership) < SPANS_MAX:
             self._membership.append([round(self.now, 3), peer.name, self._name_of(values["member"]), values["now"]])
 
@@ -385,6 +390,11 @@ class Simulation:
             if p.node is not None and p.node.rounds is not None and not p.byzantine
         ]
 
+    @property
+    def forgers(self) -> set[str]:
+        """Who signs no roster."""
+        return {p.peer_id for p in self.peers if p.byzantine == "forge"}
+
     def is_admitted(self, peer_id: str) -> bool:
         return any(p.peer_id == peer_id and p.byzantine != "stranger" for p in self.peers)
 
@@ -428,6 +438,17 @@ class Simulation:
             errors=self._errors,
             replay="",
         )
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """The garbage collector looks more rarely: a large swarm is millions of objects that stay."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _round(node: Node | None) -> int:
