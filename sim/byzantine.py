@@ -4,8 +4,10 @@ scale, sign_flip, noise: what the learner learned, a hundred times too large, re
 learned, the weight claimed all the same. lie_weight: a thousand times the samples, and in gossip mode a scale to match.
 nan: payloads of random bytes, signed as if they were updates. replay: every message again, later, and in gossip mode every
 update twice, wanted or not. equivocate: two updates under one dot, each shown to half of the others (also as convener), in
-gossip mode two whole chains, in hybrid mode both. stranger: an invite whose token is made up. The node's own guards stay
-on; what they would stop is put in behind them.
+gossip mode two whole chains, in hybrid mode both.
+forge: rosters without a signature, and in gossip mode every update that it sends, its own or not. confess: after some updates
+a second header for its oldest one, with the proof, to half of the others. stranger: an invite whose token is made up. The
+node's own guards stay on; what they would stop is put in behind them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from google.protobuf.message import DecodeError
 from ..aggregation.compress import Sparse
 from ..aggregation.contributions import Contributions
 from ..aggregation.forks import head_of
+from ..node.gossip_mode import proof_notice
 from ..node.learner import LocalResult
+from ..node.store.journal import OwnUpdate
 from ..node.swarm.gossip import Gossip
 from ..node.swarm.hybrid import Hybrid
 from ..node.swarm.rounds import Rounds
@@ -37,8 +41,21 @@ from .ledger import Learned, Witness
 if TYPE_CHECKING:
     from ..node.node import Node
 
-KINDS = ("scale", "sign_flip", "nan", "noise", "replay", "equivocate", "free_ride", "lie_weight", "stranger")
+KINDS = (
+    "scale",
+    "sign_flip",
+    "nan",
+    "noise",
+    "replay",
+    "equivocate",
+    "free_ride",
+    "lie_weight",
+    "stranger",
+    "forge",
+    "confess",
+)
 REPLAYED_MAX = 256
+CONFESSED_AFTER = 6  # own updates
 WEIGHT_LIE = 1000
 
 Heard = Callable[[Header, bytes], None]
@@ -86,6 +103,10 @@ def bend(node: Node, kind: str, rng: random.Random, heard: Heard) -> None:
             _two_headers(node, heard)
     elif kind == "nan":
         _garbage(node, rng)
+    elif kind == "forge":
+        _forge(node)
+    elif kind == "confess":
+        _confess(node)
     elif kind == "lie_weight" and isinstance(rounds, Gossip):
         scale = rounds._work._scale
         rounds._work._scale = lambda state, result: WEIGHT_LIE * scale(state, result)
@@ -210,24 +231,24 @@ class _OtherChain:
         self._node, self._gossip, self._heard = node, gossip, heard
         self._made: dict[Dot, Header] = {}
 
-    def instead_of(self, first: Header) -> Header:
+    def instead_of(self, first: Header) -> Signed:
         """Of what the liar signed before it began to lie, and of others' updates, there is only one."""
         if first.dot.peer != self._node.identity.peer_id:
-            return first
+            return Signed.FromString(first.signed)
         if (made := self._made.get(first.dot)) is None:
             dot = first.dot
             before = self._made.get(Dot(dot.peer, dot.incarnation, dot.seq - 1))
             made = _second(self._node, first, head_of(before) if before is not None else first.previous_head)
             self._made[dot] = made
             self._heard(made, self._gossip.log.payload(dot))
-        return made
+        return Signed.FromString(made.signed)
 
 
 class _Twisted:
-    """A stream on which the second chain's headers go out in place of the first one's."""
+    """A stream on which other headers go out in place of the honest ones."""
 
-    def __init__(self, stream: Stream, chain: _OtherChain) -> None:
-        self._stream, self._chain = stream, chain
+    def __init__(self, stream: Stream, instead_of: Callable[[Header], Signed]) -> None:
+        self._stream, self._instead_of = stream, instead_of
 
     async def send(self, frame: bytes) -> None:
         await self._stream.send(self._twist(frame))
@@ -248,18 +269,23 @@ class _Twisted:
         except (DecodeError, PeerFault):  # a frame of another kind
             return frame
         for start, first in zip(updates.updates, headers, strict=True):
-            start.header.CopyFrom(Signed.FromString(self._chain.instead_of(first).signed))
+            start.header.CopyFrom(self._instead_of(first))
         return updates.SerializeToString() if headers else frame
 
 
 def _two_chains(node: Node, gossip: Gossip, heard: Heard) -> None:
     """Gossip mode, and the sums of hybrid mode. The liar does not hand out the proof against itself."""
+    gossip._exchange._equivocation = lambda first, second: None
+    _twist_streams(node, gossip, _OtherChain(node, gossip, heard).instead_of, _in_other_half)
+
+
+def _twist_streams(
+    node: Node, gossip: Gossip, instead_of: Callable[[Header], Signed], to: Callable[[str], bool]
+) -> None:
     exchange, handlers = gossip._exchange, node.mesh._accepting.handlers
-    chain = _OtherChain(node, gossip, heard)
-    exchange._equivocation = lambda first, second: None
 
     def twisted(peer: str, stream: Stream) -> Stream:
-        return _Twisted(stream, chain) if _in_other_half(peer) else stream
+        return _Twisted(stream, instead_of) if to(peer) else stream
 
     open_stream = exchange._open
 
@@ -269,6 +295,44 @@ def _two_chains(node: Node, gossip: Gossip, heard: Heard) -> None:
     exchange._open = opening
     for kind, serve in (("Gossip", exchange.serve), ("Fetch", exchange.serve_fetch)):
         handlers[kind] = lambda peer, stream, serve=serve: serve(peer, twisted(peer, stream))
+
+
+# --- forge, confess ---------------------------------------------------------------------------------------------------
+
+
+def _forge(node: Node) -> None:
+    post = node.mesh.post
+
+    def posting(peer: str, envelope: Envelope) -> None:
+        if envelope.WhichOneof("body") == "roster":
+            forged = Signed(body=envelope.roster.body, signature=bytes(64))
+            envelope = Envelope(roster=forged)
+        post(peer, envelope)
+
+    _rewire(node, posting)
+    if isinstance(node.rounds, Gossip):
+
+        def forged(header: Header) -> Signed:
+            return Signed(body=Signed.FromString(header.signed).body, signature=bytes(64))
+
+        _twist_streams(node, node.rounds, forged, lambda peer: True)
+
+
+def _confess(node: Node) -> None:
+    """One update late enough for the oldest of its chain to be final, and the proof goes to half of the others alone."""
+    say = node.journal.say
+
+    def saying(peer: str, build: Callable[[Dot, bytes], OwnUpdate]) -> OwnUpdate:
+        update = say(peer, build)
+        if update.dot.seq == CONFESSED_AFTER:
+            first = parse_header(Signed.FromString(node.journal.updates[0].signed))
+            notice = proof_notice(first.dot, first.signed, _second(node, first, first.previous_head).signed)
+            assert node.members is not None
+            for other in sorted(filter(_in_other_half, node.members.alive())):
+                node.mesh.post(other, Envelope(ban=notice))
+        return update
+
+    node.journal.say = saying  # type: ignore[method-assign]
 
 
 def _rewire(node: Node, post: Callable[[str, Envelope], None]) -> None:

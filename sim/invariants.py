@@ -132,9 +132,9 @@ class Checkers:
             self.broken(5, peer.name, f"round {ballot.round}: took a roster that its convener has not signed")
         if record is not None and record is not self._records.get(peer.name):
             self._records[peer.name] = record
-            if record.concerns(ballot.round, ballot.base_lineage):
-                if text := self._choices.cast(peer.peer_id, record, ballot.electorate, self.ledger.lost):
-                    self.broken(6, peer.name, text)
+            electorate = ballot.electorate if record.concerns(ballot.round, ballot.base_lineage) else ()
+            if electorate and (text := self._choices.cast(peer.peer_id, record, electorate, self.ledger.lost)):
+                self.broken(6, peer.name, text)
 
     def _look_at_state(self, peer: Peer) -> None:
         node = peer.node
