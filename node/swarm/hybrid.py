@@ -94,6 +94,10 @@ class HybridReplica(Replica):
                 self._book.narrow(dot, where)
         super()._settle_with_log()
 
+    def recent_own(self) -> list[Dot]:
+        """Own updates on record that may still come to count."""
+        return self._book.dots()[-INNER_KEPT:]
+
     def carries(self, lineage: bytes) -> bool:
         """Whether the sum of a ring of late came in."""
         return lineage in self._carried
@@ -195,10 +199,7 @@ class Hybrid(Gossip):
 
     def is_final(self, dot: Dot) -> bool:
         """Whether an own update counts for good, or is so old that it will not be counted any more."""
-        return self.log.counts_for_good(dot) or (dot.incarnation, dot.seq + INNER_KEPT) < (
-            self._own.incarnation,
-            self._own.last_seq,
-        )
+        return self.log.counts_for_good(dot) or dot not in self.replica.recent_own()
 
     # ------------------------------------------------------------------------------------------------ messages
 

@@ -124,9 +124,9 @@ def test_sixty_four_peers_in_rings_of_sixteen() -> None:
     run = {"sync": HYBRID["sync"] | {"ring_size_max": 16, "target_samples": 1024}}
     sim = Simulation(seed=11, run=run, link=Link(latency_ms=(5, 40), loss=0.02))
     peers = sim.add_peers(64)
-    sim.kill(peers[9], at_s=20, restart_s=40)
+    sim.kill(peers[9], at_s=16, restart_s=24)
     decided = watched(sim, "ring decided")
-    report = sim.run(until_s=60, stride=200)
+    report = sim.run(until_s=36, stride=200)
     assert report.identical and not report.violations and not report.errors
     assert len(report.rounds) == 64 and max(values["ring"] for _, values in decided) == 16
     assert report.loss_first is not None and report.loss_last is not None and report.loss_last < report.loss_first / 2
