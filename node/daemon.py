@@ -8,15 +8,14 @@ import os
 import signal
 from typing import Any
 
-from ..protocol.errors import ExitCode, ShoalError
 from ..protocol.invite import Invite
 from .config import Config
+from .discovery import join_dht, join_lan
 from .host import real_host
 from .node import Node
 from .observe.control import ControlServer
 from .status import describe, describe_peers
 
-DHT_SECONDS = 60.0
 SECOND_SIGNAL = 130
 OPEN_FILES = 16_384
 
@@ -81,51 +80,14 @@ class Daemon:
 
     async def _look_around(self, node: Node) -> None:
         if self.config.node.lan_discovery:
-            await _join_lan(node)
+            await join_lan(node)
         if self.config.node.dht.enabled:
-            await _join_dht(node)
+            await join_dht(node)
 
 
 def _say_failed(node: Node, error: BaseException) -> None:
     """A question that cannot be answered is no reason to stop training."""
     node.say("a request on the control socket failed", level="error", cause=repr(error))
-
-
-async def _join_lan(node: Node) -> None:
-    from ..protocol.lan import Lan
-
-    hosts = [a.rpartition(":")[0] for a in node.addresses]
-    lan = Lan(node.identity.peer_id, node.run_.id, node.port, hosts)
-    try:
-        await lan.start(node.found_nearby)
-        node.closers.append(lan.close)
-    except OSError as error:
-        node.warn(f"no LAN discovery: {error}")
-
-
-async def _join_dht(node: Node) -> None:
-    from ..protocol.dht import Dht
-
-    table = node.config.node.dht
-    dht = Dht(node.identity, node.data.identity, node.run_.id)
-    node.closers.append(dht.close)
-    try:
-        where = await dht.start(table.listen, table.bootstrap)
-    except ShoalError as error:
-        if error.code is ExitCode.DEPENDENCY:
-            raise
-        node.warn(f"not in the DHT: {error.values}")  # one way of finding peers among several
-    else:
-        node.say("in the DHT", addresses=where)
-        node.own(_dht_loop(node, dht))
-
-
-async def _dht_loop(node: Node, dht: Any) -> None:
-    while True:
-        await dht.announce(node.addresses)
-        for peer, addresses in (await dht.find()).items():
-            node.found_nearby(peer, addresses)
-        await node.clock.sleep(DHT_SECONDS)
 
 
 def _allow_open_files() -> None:

@@ -148,7 +148,7 @@ def make_hybrid(node: Node, log: UpdateLog, theta0: np.ndarray) -> Hybrid:
             ring_size_max=sync.ring_size_max,
             random_bytes=node.host.random_bytes,
             dead=members.dead,
-            check_life=node.check_life,
+            check_life=node.lives.check,
             covered=node.checkpoints.oldest_round,
             **parts,
         )

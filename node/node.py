@@ -21,8 +21,9 @@ from ..aggregation.compress import Sparse
 from ..aggregation.compress import decode as decode_update
 from ..aggregation.gossip import UpdateLog
 from ..aggregation.snapshots import Snapshot
-from ..protocol.ballot_messages import Commit, Encoding, Header, parse_header
-from ..protocol.ballot_wire import decode_header, encode_commit
+from ..protocol import limits
+from ..protocol.ballot_messages import Commit, Encoding, parse_header
+from ..protocol.ballot_wire import encode_commit
 from ..protocol.deadlines import Deadlines
 from ..protocol.discovery import PeerCache, announceable
 from ..protocol.errors import ExitCode, PeerFault, ShoalError
@@ -31,20 +32,24 @@ from ..protocol.invite import Invite
 from ..protocol.membership import State
 from ..protocol.transport import DialError, StreamClosed
 from ..protocol.version import Dot
-from ..protocol.wire_pb2 import BanNotice, Envelope, Signed, Welcome
+from ..protocol.wire_pb2 import Envelope, Signed, Welcome
 from . import judging, learners
+from .ban_proofs import BanProofs
 from .config import Config
+from .discovery import Nearby, look_after_company
 from .entry import SOURCES_MAX, Entry
-from .gossip_mode import contributions_of, log_parts, make_gossip, new_log, proof_notice, restored_log, rules_of, served
+from .gossip_mode import contributions_of, log_parts, make_gossip, new_log, restored_log, rules_of, served
 from .host import Host, Show
 from .hybrid_mode import make_hybrid
 from .keeper import Keeper, rebook
+from .own_lives import OwnLives
 from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir, damaged
 from .store.journal import Journal, JournalFull, OwnUpdate
+from .store.recording import Recording
 from .swarm.gossip import Gossip
 from .swarm.hybrid import Hybrid
 from .swarm.local_work import Work
@@ -59,19 +64,13 @@ from .swarm.state import Applied, SharedState, genesis_hash
 from .swarm.state_server import Servable, StateServer, servable
 from .swarm.updates import UpdateStore
 
-# How often the node looks after its peer cache, its secrets and its being alone.
-CARE_SECONDS = 2.0
 # After the last round: how long to serve those who are still behind before leaving by itself.
 LINGER_SECONDS = 10.0
-# Alone: everybody known is dialled again after this pause, which doubles up to the maximum.
-REDIAL_SECONDS = 5.0
-REDIAL_SECONDS_MAX = 60.0
 # After a start, members that were not heard of yet are not counted as dead for this long: when everything was killed, the
 # first one back must not go on alone while the others are still starting.
 START_GRACE_SECONDS = 20.0
 GOODBYE_SECONDS = 0.3
-# Peers whose word on our address is kept.
-OBSERVERS_MAX = 32
+
 
 Hook = Callable[["Node"], Awaitable[None]]
 
@@ -107,7 +106,7 @@ class Node:
         self.phase = "starting"
         self.ready = self.listening = False
         self.addresses: list[str] = []
-        self.nearby: dict[str, list[str]] = {}
+        self.nearby = Nearby()
         self.warnings: list[str] = []
         self.warmup: dict[str, float] = {}
         self.rounds: Rounds | Gossip | None = None
@@ -121,11 +120,10 @@ class Node:
         self.started = asyncio.Event()
         if not config.node.wait_for_start:
             self.started.set()
+        self.proofs = BanProofs(self)
         self._held = False
         self._heard_from: set[str] = set()
         self._started_at = self.clock.now()
-        self._lives_known = (0, 0)
-        self.amnesiac = False  # the swarm knows a life of this peer that its disk does not
         self._traffic_before: dict[str, int] = {}
         self._observed: dict[str, tuple[str, str]] = {}  # by peer: where we dialed it, and where it saw us
 
@@ -219,6 +217,7 @@ class Node:
         self.closers.append(self.journal.close)
         if not self.journal.incarnation:
             self.journal.start_incarnation(now_wall=self.clock.wall())
+        self.lives = OwnLives(self.journal, self.clock, begun=self._new_life, say=self.say)
         self.run_ = Run(self._first_config, self._invite_given, self.data, self.host.random_bytes)
         await self._on_open(self)
         self.cache = PeerCache(self.data.peers, read=self.host.disk.read, replace=self.host.disk.replace)
@@ -228,7 +227,7 @@ class Node:
         await self._listen()
         if not self.run_.manifest:
             await self.entry.learn_run()
-            self._save_cache()
+            self.save_secrets()
         checkpoint = await self._prepare(founding)
         await self._begin(checkpoint)
 
@@ -318,7 +317,7 @@ class Node:
         if self.run_.genesis is None:
             await self.entry.wait_genesis()
         await self._join()
-        self._save_cache()
+        self.save_secrets()
         self.run_.save()
         return None
 
@@ -378,11 +377,18 @@ class Node:
             d=d,
             compression=self.compression,
             bytes_max=node.updates_bytes_max,
-            equivocation=self.equivocation,
+            equivocation=self.proofs.equivocation,
             folder=self.data.updates,
             disk=self.host.disk,
         )
         self.deadlines = Deadlines()
+        self.recording: Recording | None = None
+        if node.record_bytes_max:
+            self.recording = Recording(self.data.recording, node.record_bytes_max, warn=self.warn, disk=self.host.disk)
+            self.closers.append(self.recording.close)
+            for update in self.journal.updates:  # what was said just before a death
+                self.recording.update(update)
+            self.journal.on_update = self.recording.update
         self._make_keeper()
 
     def _make_keeper(self) -> None:
@@ -415,7 +421,7 @@ class Node:
         self._make_rounds()
         assert self.rounds is not None and self.members is not None
         self.own(self.members.run())
-        self.own(self._care())
+        self.own(look_after_company(self))
         for peer in self.mesh.connected():
             self.members.introduce(peer)
         if checkpoint is not None or self.cache.peers:
@@ -524,6 +530,9 @@ class Node:
         """Make the rounds' state durable. Whether it succeeded."""
         assert self.rounds is not None
         state, traffic = self.rounds.state, self.traffic()
+        if self.recording is not None and checked is not None:
+            record, commit = self.recording.commit, encode_commit(checked.commit).SerializeToString()
+            await self.clock.run(lambda: record(commit))
         await self.clock.run(lambda: self.keeper.save(state, applied, checked, work, traffic))
         if work is not None and work.seconds > 0 and self.members is not None:
             self.members.set_speed(work.result.weight / work.seconds)
@@ -579,41 +588,26 @@ class Node:
         mine = self.members.machine.me.samples_per_s
         return assign(self.identity.peer_id, {**speeds, self.identity.peer_id: mine}, SHARDS)
 
-    # ------------------------------------------------------------------------------------------------ own lives
+    # ------------------------------------------------------------------------------------------------ others
 
-    def check_life(self) -> None:
-        """Before anything is published: a life above every one that the swarm knows of us has begun. Raises JournalFull."""
-        if self._lives_known <= (self.journal.incarnation, self.journal.last_seq):
-            return
-        before = self.journal.incarnation
-        now = self.journal.start_incarnation(self._lives_known[0], now_wall=self.clock.wall())
-        self.say("new incarnation: the swarm knows more of this peer than its disk", level="warning",
-                 before=before, now=now)  # fmt: skip
+    def _new_life(self, incarnation: int) -> None:
         if self.members is not None:
-            self.members.new_life(now)
-
-    def life_over(self) -> None:
-        """Own updates were taken back for good: what is published next begins a new incarnation."""
-        self._lives_known = max(self._lives_known, (self.journal.incarnation, self.journal.last_seq + 1))
+            self.members.new_life(incarnation)
 
     def _on_welcome(self, peer: str, welcome: Welcome) -> None:
         self.cache.met(peer, self.mesh.addresses(peer))
-        if (dialed := self.mesh.addresses(peer)) and welcome.observed and len(self._observed) < OBSERVERS_MAX:
+        room = peer in self._observed or len(self._observed) < limits.OBSERVERS_MAX
+        if (dialed := self.mesh.addresses(peer)) and welcome.observed and room:
             self._observed[peer] = (dialed[0], welcome.observed)
             self.addresses = self._announceable()
             if self.members is not None:
                 self.members.set_addresses(tuple(self.addresses))
-        if welcome.incarnation_known not in (0, self.journal.incarnation):
-            self.amnesiac = True
-        self._lives_known = max(self._lives_known, (welcome.incarnation_known, welcome.seq_known))
         try:
-            self.check_life()
+            self.lives.heard(welcome)
         except JournalFull as error:
             self.warn(f"publishing nothing until a new life can be written: {error}")
         if self.members is not None and not self.members.acquainted(peer):
             self.members.introduce(peer)
-
-    # ------------------------------------------------------------------------------------------------ others
 
     def _known(self, peer: str) -> tuple[int, int]:
         """Highest (incarnation, seq) of a peer in our state or membership, told to it when it connects."""
@@ -627,36 +621,17 @@ class Node:
         return known
 
     def _on_message(self, peer: str, envelope: Envelope) -> None:
-        self._heard_from.add(peer)
+        if self.uptime <= START_GRACE_SECONDS:  # nobody asks later
+            self._heard_from.add(peer)
         if self.rounds is None or self.members is None:
             return
         kind = envelope.WhichOneof("body")
         if kind == "swim":
             self.members.received(peer, envelope.swim)
         elif kind == "ban":
-            self._on_ban(envelope.ban)
+            self.proofs.received(envelope.ban)
         else:
             self.rounds.on_message(peer, envelope)
-
-    def equivocation(self, first: Header, second: Header) -> None:
-        """Two headers under one dot: proof of a faulty peer. Bans it here and spreads the proof."""
-        self._ban(proof_notice(first.dot, first.signed, second.signed))
-
-    def _on_ban(self, notice: BanNotice) -> None:
-        """A proof of equivocation convinces by itself; a ban without one is somebody's opinion and is not adopted."""
-        first, second = (decode_header(s, self.run_.id) for s in (notice.first, notice.second))
-        if first.dot != second.dot or first.dot.peer != notice.peer or first.update_hash == second.update_hash:
-            raise PeerFault("bad_ban", "the two headers prove nothing")
-        self._ban(notice)
-
-    def _ban(self, notice: BanNotice) -> None:
-        if isinstance(self.rounds, Gossip):
-            self.rounds.on_proof(*(decode_header(s, self.run_.id) for s in (notice.first, notice.second)))
-        if self.mesh.ban(notice.peer, notice.reason, notice.SerializeToString()):
-            self.warn(f"banned {notice.peer}: {notice.reason}")
-            self._save_cache()
-            for peer in sorted(self.members.alive()) if self.members else ():
-                self.mesh.post(peer, Envelope(ban=notice))
 
     def trouble(self, where: str, error: BaseException) -> None:
         """A transfer failed: the peer's fault is charged, the network's is noted, ours ends the node."""
@@ -684,44 +659,8 @@ class Node:
         if self.rounds is not None:
             self.rounds.members_changed()
 
-    def found_nearby(self, peer: str, addresses: list[str]) -> None:
-        """Discovery found a peer of this run."""
-        self.nearby[peer] = addresses
-        self.mesh.news(peer, addresses)
-        if self.members is not None and self.members.machine.state(peer) is not State.ALIVE:
-            self.members.introduce(peer)
-
-    async def _care(self) -> None:
-        """The peer cache and the secrets, when they changed; and a dial of everybody known while nobody is here."""
-        written, dialled_at, pause = (b"", b""), self.clock.now(), REDIAL_SECONDS
-        lonely = False
-        while True:
-            now = (self.cache.encoded(), self.run_.secrets())
-            if now != written:
-                written = now
-                self._save_cache()
-            await self.clock.sleep(CARE_SECONDS)
-            if self.members is None or self.members.alive():
-                pause = REDIAL_SECONDS
-            elif self.clock.now() - dialled_at > pause and (self.cache.peers or self.run_.invite):
-                self.say(
-                    "alone: training goes on; dialling everybody known", level="warning", known=len(self.cache.peers)
-                )
-                await self.entry.redial()
-                dialled_at, pause = self.clock.now(), min(2 * pause, REDIAL_SECONDS_MAX)
-            elif not (lonely or self.cache.peers or self.run_.invite) and self._had_company():
-                lonely = True
-                self.warn(
-                    "alone, and where the others are is not known any more: stop, and start with `shoal join INVITE`"
-                )
-
-    def _had_company(self) -> bool:
-        """Whether the state holds anything of other peers."""
-        assert self.rounds is not None
-        state = self.rounds.state
-        return {peer for peer, _ in state.vector.entries} | set(state.electorate) > {self.identity.peer_id}
-
-    def _save_cache(self) -> None:
+    def save_secrets(self) -> None:
+        """Peer cache, keys, tokens and bans, now. What the disk does not take is said, and tried again."""
         try:
             self.data.write(self.data.peers, self.cache.encoded())
             self.run_.save_secrets()

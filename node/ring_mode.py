@@ -139,7 +139,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
             compression=node.compression,
             shards=node.shards,
             dense=lambda electorate: is_dense(node.config, electorate, d),
-            check_life=node.check_life,
+            check_life=node.lives.check,
             step_cost_s=node.host.step_cost_s,
         ),
         exchange=exchange,
@@ -166,7 +166,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         say=node.say,
         hold=node.hold,
         started=node.started,
-        amnesiac=lambda: node.amnesiac,
+        amnesiac=lambda: node.lives.amnesiac,
     )
     mesh.serve("Records", lambda peer, stream: serve_records(stream, rounds.log, rounds.state.lineage))
     mesh.serve("Push", exchange.serve_push)

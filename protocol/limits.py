@@ -31,6 +31,8 @@ SESSIONS_MAX: Final = 4096  # ~100 B each; oldest idle one goes first
 # Keepalive, the same numbers on both ends, or the server answers GOAWAY too_many_pings.
 KEEPALIVE_TIME_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
+OBSERVERS_MAX: Final = 32  # peers whose word on our own address is kept
+NEARBY_MAX: Final = 256  # peers that discovery found and that are still to be tried; the one heard of longest ago goes
 RECONNECT_BACKOFF_SECONDS_MAX: Final = 15.0  # a partition that heals is noticed within this
 # Faults that no honest peer makes (conduct.py), by one peer in the window, before it is banned here. A flipped bit is an
 # accident, even twice. A peer that we disconnect dials again at once, so a broken one gets there within seconds; ten

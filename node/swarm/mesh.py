@@ -82,8 +82,12 @@ class Mesh:
     # ------------------------------------------------------------------------------------------------ peers
 
     def news(self, peer: str, addresses: Sequence[str]) -> None:
-        """A peer was heard of: remember its addresses, newest first, and close its circuit breaker."""
-        self._links.news(peer, addresses)
+        """A peer was heard of: remember its addresses, newest first, and close its circuit breaker. Where there is no room for
+        another peer it stays unknown; that is nobody's fault, whoever told of it."""
+        try:
+            self._links.news(peer, addresses)
+        except PeerFault as full:
+            self._links.say("a peer is not remembered", level="debug", peer=peer, cause=str(full))
 
     def addresses(self, peer: str) -> list[str]:
         peers = self._links.peers
