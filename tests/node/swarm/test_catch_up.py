@@ -209,6 +209,30 @@ def test_long_behind_the_next_question_starts_where_the_last_answer_ended() -> N
     assert swarm.downloaded == [(["b"], reason)] and not swarm.rounds.logs_begun
 
 
+def test_what_is_noted_of_peers_is_forgotten_when_they_are_not_ahead_any_more() -> None:
+    """Identities cost nothing in an open run: whatever each of them showed once must not stay."""
+    mine = commits(ROOT, 3)
+    swarm = Swarm(Rounds(mine))
+
+    async def main() -> None:
+        watch = asyncio.ensure_future(swarm.one.watch(swarm.rounds))  # type: ignore[arg-type]
+        for n in range(200):
+            swarm.shown = {}
+            swarm.show(f"told {n}", mine + commits(tip(mine), 2, first=4, tag=bytes([n])))
+            swarm.show(f"silent {n}", commits(sha256(bytes([n])), 9), answers=False)
+            swarm.one.hint(f"repeats {n}", mine[0])
+            await asyncio.sleep(2 * WATCH_SECONDS)
+            noted = {*swarm.one._asked, *swarm.one._heard, *swarm.one._vain, *swarm.one._apart}
+            assert len(noted) < 6
+        swarm.shown = {}
+        await asyncio.sleep(2 * WATCH_SECONDS)
+        assert not (swarm.one._asked or swarm.one._heard or swarm.one._vain or swarm.one._apart or swarm.one._lost)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+    run(main())
+
+
 def test_the_gap_decides_between_replay_and_download() -> None:
     for gap, downloads in ((REPLAY_ROUNDS_MAX, 0), (REPLAY_ROUNDS_MAX + 1, 1)):
         swarm = Swarm(Rounds([]))
