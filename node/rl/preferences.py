@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...protocol.errors import ExitCode, ShoalError
 from ..judging import Group, Scores
@@ -23,6 +24,7 @@ LINES_MAX = 5_000_000
 PAIRS_MAX = 8  # of one group
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 Prompt = str | tuple[tuple[str, str], ...]
@@ -130,6 +132,25 @@ def _pair(path: Path, number: int, line: str) -> Preference:
         return Preference(prompt=as_prompt(prompt), chosen=_reply(chosen), rejected=_reply(rejected))
     except (ValueError, LookupError, TypeError) as error:
         raise _broken(path, number, f"found {line.strip()[:60]!r}: {type(error).__name__} {error}") from None
+
+
+def split(preferences: Sequence[Preference], held_out: float, seed: int) -> tuple[list[Preference], list[Preference]]:
+    """Pairs to train on and pairs kept aside, by prompt; all are trained on where there is but one prompt."""
+    prompts = sorted({p.prompt for p in preferences}, key=repr)
+    random.Random(f"{seed}/preferences").shuffle(prompts)
+    aside = set(prompts[: min(round(len(prompts) * held_out), len(prompts) - 1)])
+    return [p for p in preferences if p.prompt not in aside], [p for p in preferences if p.prompt in aside]
+
+
+def epochs(preferences: Sequence[T], batch_size: int, seed: int) -> Iterator[list[T]]:
+    """Endless batches, every epoch in another seeded order; the last of an epoch may be smaller."""
+    epoch = 0
+    while preferences:
+        order = list(preferences)
+        random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+        for start in range(0, len(order), batch_size):
+            yield order[start : start + batch_size]
+        epoch += 1
 
 
 def as_prompt(value: Any) -> Prompt:

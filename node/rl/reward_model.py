@@ -9,8 +9,7 @@ Scores have no fixed zero: only differences mean something, and group-relative a
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ...protocol.errors import ExitCode, ShoalError
 from .models import LoadedModel, Progress, pick_device
 from .policy import pad_right
-from .preferences import Preference, Prompt, as_prompt, is_chat, messages, plain
+from .preferences import Preference, Prompt, as_prompt, epochs, is_chat, messages, plain, split
 from .rewards import Batch
 
 ROWS_MAX = 32  # texts per forward pass when scoring
@@ -175,25 +174,6 @@ def train_reward_model(
         "pairs": float(len(train)),
         "held_out": float(len(test)),
     }
-
-
-def split(preferences: Sequence[Preference], held_out: float, seed: int) -> tuple[list[Preference], list[Preference]]:
-    """Pairs to train on and pairs kept aside, by prompt; all are trained on where there is but one prompt."""
-    prompts = sorted({p.prompt for p in preferences}, key=repr)
-    random.Random(f"{seed}/preferences").shuffle(prompts)
-    aside = set(prompts[: min(round(len(prompts) * held_out), len(prompts) - 1)])
-    return [p for p in preferences if p.prompt not in aside], [p for p in preferences if p.prompt in aside]
-
-
-def epochs(preferences: Sequence[Preference], batch_size: int, seed: int) -> Iterator[list[Preference]]:
-    """Endless batches, every epoch in another seeded order; the last of an epoch may be smaller."""
-    epoch = 0
-    while preferences:
-        order = list(preferences)
-        random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
-        for start in range(0, len(order), batch_size):
-            yield order[start : start + batch_size]
-        epoch += 1
 
 
 def _check_head(model: Any, name: str) -> None:
