@@ -13,7 +13,8 @@ back, until the two chains meet. Every record is checked against the electorate 
     stops and says what a person has to decide;
   * we were away for more rounds than records are kept: no record can tell then whether theirs continues ours. Their version
     vector can: a branch that we have and they have not left dots in ours. When it has all that ours has, their state is
-    taken as a newcomer takes it; when not, the node stops as above.
+    taken as a newcomer takes it; when not, the node stops as above. Half as many as our electorate must show it: members of
+    it, or whoever is here when hardly any of them is left.
 
 Does not cover: the download itself (state_sync.py).
 """
@@ -43,6 +44,8 @@ ASK_SECONDS = 1.0
 DEEPEN_SECONDS = 10.0
 # A newcomer to a round that others have decided does not train on an old state; but nor does it wait for ever for news.
 SETTLE_SECONDS = 5.0
+# Who returns after all of its electorate has been replaced first finds out that no record leads there, then downloads.
+RETURN_SECONDS = 120.0
 # More rounds behind than this: downloading the state is cheaper than fetching every round's updates.
 REPLAY_ROUNDS_MAX = 16
 # Steps back along our own chain in search of the common record.
@@ -110,9 +113,12 @@ class CatchUp:
         }
 
     async def settled(self) -> None:
-        """Wait until nobody is ahead, at most SETTLE_SECONDS. Who shows what leads nowhere is not waited for."""
-        deadline = self._clock.now() + SETTLE_SECONDS
-        while self.behind().keys() - self._apart and self._clock.now() < deadline:
+        """Wait until nobody is ahead, at most SETTLE_SECONDS. Who shows what leads nowhere is not waited for; only a swarm
+        that has gone on without our electorate is, for RETURN_SECONDS."""
+        started = self._clock.now()
+        while self.behind().keys() - self._apart and self._clock.now() < started + SETTLE_SECONDS:
+            await self._clock.sleep(WATCH_SECONDS)
+        while self._swarm_has_gone_on() and self._clock.now() < started + RETURN_SECONDS:
             await self._clock.sleep(WATCH_SECONDS)
 
     def next_commit(self, lineage: bytes) -> CheckedCommit | None:
@@ -256,15 +262,26 @@ class CatchUp:
             raise _diverged(rounds, f"{mine}, {theirs}; so do {len(apart)} of {len(members)} members")
 
     def _afar(self, rounds: Rounds) -> list[str]:
-        """Members without a common commit that are further ahead than records are kept, when they are half of the electorate
-        or more: with ourselves in it, most of the others. Else nobody."""
+        """Peers without a common commit that are further ahead than records are kept, when they are as many as half of the
+        electorate: with ourselves in it, most of the others. Else nobody."""
+        ahead = self._far_ahead(rounds)
+        return sorted(ahead & self._apart) if 2 * len(ahead & self._apart) >= len(rounds.state.electorate) else []
+
+    def _far_ahead(self, rounds: Rounds) -> set[str]:
+        """Who of those that count is further ahead than records are kept. Members of our electorate count; after so long few of
+        them may be left, and when no majority of them is here, everybody does who is here, if most of them agree."""
         members, seen = set(rounds.state.electorate), self._summaries()
-        ahead = [
-            p
-            for p in sorted(members & self._apart & seen.keys())
-            if seen[p].round - rounds.state.round > rounds.log.kept
-        ]
-        return ahead if 2 * len(ahead) >= len(members) else []
+        ahead = {p for p, s in seen.items() if s.round - rounds.state.round > rounds.log.kept}
+        here = len(members & seen.keys()) + 1
+        return ahead if 2 * here <= len(members) and 2 * len(ahead) > len(seen) else ahead & members
+
+    def _swarm_has_gone_on(self) -> bool:
+        """Our electorate is gone and its successors are far ahead: what is learned now would only be in the way of return."""
+        rounds = self._rounds
+        if rounds is None:
+            return False
+        ahead, members = self._far_ahead(rounds), set(rounds.state.electorate)
+        return not ahead <= members and 2 * len(ahead) >= len(members)
 
     async def _return_from_afar(self, rounds: Rounds) -> None:
         """Take the swarm's state if it has all that ours has. Raises ShoalError(DIVERGED) if it has not."""

@@ -473,6 +473,35 @@ def test_few_who_claim_to_be_far_ahead_are_not_followed() -> None:
     assert not swarm.downloaded and len(swarm.conflicts) == 1
 
 
+def test_who_returns_when_all_others_were_replaced_follows_their_successors_and_learns_nothing_before() -> None:
+    swarm = away({("a", 1): (2, HEAD)}, {("a", 1): (2, HEAD), ("x", 1): (39, OTHER)})
+    swarm.shown = {successor: swarm.shown[old] for successor, old in zip("xyz", "bcd", strict=True)}
+
+    async def main() -> None:
+        swarm.one.attach(swarm.rounds)  # type: ignore[arg-type]
+        settled = asyncio.ensure_future(swarm.one.settled())
+        watch = asyncio.ensure_future(swarm.one.watch(swarm.rounds))  # type: ignore[arg-type]
+        while not swarm.rounds.replaced:
+            assert not settled.done()
+            await asyncio.sleep(1.0)
+        await settled
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+    run(main())
+    assert swarm.downloaded[0][0] == ["x", "y", "z"]
+    assert swarm.rounds.state.round == 40
+
+
+def test_successors_count_only_when_no_majority_of_us_is_here_and_most_of_them_agree() -> None:
+    for here, elsewhere in (("bc", ""), ("b", "uvw")):
+        swarm = away({}, {})
+        ahead, ours = swarm.shown["b"], Summary(round=5, lineage=swarm.rounds.state.lineage)
+        swarm.shown = {**dict.fromkeys("xyz", ahead), **dict.fromkeys([*here, *elsewhere], ours)}
+        swarm.watched(ASK_SECONDS * 2 * VAIN_MAX)
+        assert not swarm.downloaded and len(swarm.conflicts) == 3
+
+
 # --- silence and lies -------------------------------------------------------------------------------------------------
 
 
