@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shoal.aggregation.book import Book
 from shoal.node.swarm.hybrid import Hybrid
 from shoal.node.swarm.hybrid_seal import Sealing
 from shoal.protocol.wire_pb2 import SealRequest
@@ -113,9 +114,36 @@ def test_a_member_seals_a_ring_for_one_dot_alone(monkeypatch: pytest.MonkeyPatch
     assert any(asked) and published  # there were rivals
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_faults_break_nothing(seed: int) -> None:
-    assert not broken(seed, None, "hybrid")
+@pytest.mark.parametrize(
+    ("bug", "seen"), [("seals again", "is in two sums that are both included"), ("adopts whole", "own adopted mass")]
+)
+def test_the_checkers_see_planted_bugs(bug: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that seals one ring for every publisher, and a book that ignores what a sum has left out."""
+    if bug == "adopts whole":
+        monkeypatch.setattr(Book, "narrow", lambda self, dot, indices: None)
+    else:
+        seal = Sealing._seal
+
+        def again(self: Sealing, ring: Any, dot: Any) -> None:
+            ring.sealed = None
+            seal(self, ring, dot)
+
+        monkeypatch.setattr(Sealing, "_seal", again)
+        monkeypatch.setattr("shoal.node.swarm.hybrid_seal.TURN_SECONDS", 0.05)
+    run = {"compression": "0.1/4", "sync": HYBRID["sync"] | {"sum_keep": 1.0}}
+    sim = Simulation(seed=3, run=run, link=Link(latency_ms=(30, 90)))
+    sim.add_peers(8)
+    report = sim.run(until_s=24)
+    assert any(seen in violation["text"] for violation in report.violations)
+
+
+def test_random_faults_break_nothing() -> None:
+    assert not broken(1, None, "hybrid")
+
+
+@pytest.mark.parametrize("kind", ["equivocate", pytest.param("nan", marks=pytest.mark.slow)])
+def test_one_liar_breaks_nothing_for_the_others(kind: str) -> None:
+    assert not broken(1, kind, "hybrid")
 
 
 @pytest.mark.slow
