@@ -84,7 +84,7 @@ class SyncConfig(Table):
     """Gossip: an update whose scale times norm is above this is void; 0 means no limit."""
     heal_max: int = Field(default=0, ge=0)
     """Gossip: when two sides of a partition meet, their states are simply added while the lighter one's new samples are at
-    most this; above it they would overshoot, and `heal` decides. 0 stands for 64 times target_samples."""
+    most this; above it they would overshoot, and `heal` decides. 0 stands for 8 times target_samples per peer."""
     heal: Literal["heavier", "merge"] = "heavier"
     """"heavier": the side with more samples wins, the other's work flows back damped. "merge": the average of the two."""
     compact_updates: int = Field(default=16, ge=1, le=100_000)
@@ -270,6 +270,9 @@ class NodeConfig(Table):
     """Give up joining after this time; 0 keeps trying with backoff."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the lines on stderr; the file gets info and above, or debug."""
+    record_bytes_max: int = Field(default=0, ge=0)
+    """Record own updates and commits in the data folder, up to this size, so that the run can be played again by
+    `python -m shoal.sim.replay`; 0 records nothing."""
     test_hold: str = ""
     """For tests: "phase" or "phase@round", in which this peer waits until the file `holding` is removed."""
 

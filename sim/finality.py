@@ -56,6 +56,8 @@ class Finality:
             self._final[key] = seq
             for other in self._holders(Dot(*key, seq)):
                 assert other.node is not None and isinstance(other.node.rounds, Gossip)
+                if other.node.rounds.log.base != log.base:
+                    continue  # an average is final on its own side alone; who has not made it yet takes it whole
                 have = other.node.rounds.log.vector.seq(*key)
                 if have < seq:
                     return f"update {seq} of {key[0][-6:]} is final, and {other.name} has no more than {have}"

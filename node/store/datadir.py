@@ -5,6 +5,7 @@ manifest.json   the run's manifest           genesis         signed Genesis
 journal/        own updates, ballot record   commits         commit records
 checkpoints/    states                       peers.json      peer cache
 updates/        received updates, cache      download-*      unfinished state downloads
+recording       what was said, if wanted
 secrets.json    admission key, bindings      metrics.jsonl   history of rounds
 control.sock    local control socket         log.jsonl       structured log
 """
@@ -109,6 +110,10 @@ class DataDir:
     def updates(self) -> Path:
         """Cache of received updates: of no use to the next process, which empties it."""
         return self.path / "updates"
+
+    @property
+    def recording(self) -> Path:
+        return self.path / "recording"
 
     @property
     def identity(self) -> Path:

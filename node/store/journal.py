@@ -79,6 +79,7 @@ class Journal:
         self.last_seq = 0
         self.last_head = NO_HEAD
         self.updates: list[OwnUpdate] = []
+        self.on_update: Callable[[OwnUpdate], None] = lambda update: None  # told of each that has become durable
         self._ballot: BallotRecord | None = None
         self._lock = threading.RLock()
         self._descriptor = disk.open(self._path)
@@ -159,6 +160,7 @@ class Journal:
             self._append(_UPDATE, _encode_update(update))
             self.updates.append(update)
             self.last_seq, self.last_head = update.dot.seq, update.head
+            self.on_update(update)
 
     def say(self, peer: str, build: Callable[[Dot, bytes], OwnUpdate]) -> OwnUpdate:
         """Make the next update from its dot and the head before it, and make it durable; no new life can begin in between.
