@@ -233,9 +233,10 @@ class Ledger:
         largest = float(np.abs(mean).max(initial=0.0))
         if not largest < 1.0:  # no step at all, or so near to none that the quantizer decides
             return []
-        scale = largest + float(np.abs(before.theta).max(initial=0.0)) / sync.outer_lr * 2.0**-20
+        summed = max((float(np.abs(fixed).max(initial=0)) for _, _, fixed in dense), default=0.0) / reference.UNITS
+        rounding = 2.0**-22 * (summed + float(np.abs(before.theta).max(initial=0.0)) / sync.outer_lr)
         off = float(np.abs(moved - mean).max(initial=0.0))
-        if off > reference.DENSE_ERROR[sync.dense_bits] * scale:
+        if off > reference.DENSE_ERROR[sync.dense_bits] * largest + rounding:
             return [f"round {value.round}: a dense mean is off by {off:.3g}, its largest coordinate is {largest:.3g}"]
         return []
 

@@ -59,7 +59,7 @@ def merge(
 
 
 # What quantizing a chunk once, and summing in fp32, may do to a mean, as a share of its largest coordinate.
-DENSE_ERROR = {8: 2.0**-6, 16: 2.0**-12, 32: 2.0**-18}
+DENSE_ERROR = {8: 2.0**-5, 16: 2.0**-10, 32: 2.0**-18}
 
 
 def dense_mean(updates: Sequence[tuple[str, int, np.ndarray]], sync: SyncConfig) -> np.ndarray:
