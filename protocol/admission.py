@@ -22,11 +22,6 @@ from .errors import PeerFault
 
 Mode = Literal["open", "allowlist", "token"]
 TOKEN_ID_BYTES = 8
-BINDINGS_MAX = limits.MEMBERS_MAX
-# Sessions of one peer: an old connection may end after the new one began, more is a peer pushing others' sessions out.
-SESSIONS_PER_PEER_MAX = 4
-# Evidence of a ban: two signed headers are about 1 KiB; a frame's worth of it for every ban would be a gigabyte.
-EVIDENCE_BYTES_MAX = 8 * 1024
 USED_BY_ANOTHER = "the token was used by another identity; ask for an invite of your own"
 RandomBytes = Callable[[int], bytes]
 
@@ -103,7 +98,7 @@ class Admission:
         owner = self.owner(token_id)
         if owner not in (None, peer):
             return USED_BY_ANOTHER
-        if token_id not in self.bindings and len(self.bindings) >= BINDINGS_MAX:
+        if token_id not in self.bindings and len(self.bindings) >= limits.BINDINGS_MAX:
             return "too many tokens are in use"
         self.bindings[token_id] = peer
         return None
@@ -116,7 +111,7 @@ class Admission:
         """Another member admitted `peer` by a token. What is known already stays; the oldest hearsay makes room."""
         if self.owner(token_id) is None:
             self.heard[token_id] = peer
-            if len(self.heard) > BINDINGS_MAX:
+            if len(self.heard) > limits.BINDINGS_MAX:
                 del self.heard[next(iter(self.heard))]
 
     def release(self, token_id: bytes) -> None:
@@ -168,7 +163,7 @@ class Sessions:
 
     def start(self, peer: str, boot_id: bytes, now: float) -> Session:
         """A new session; the peer's oldest ends when it has too many."""
-        for oldest in self.of(peer)[: -SESSIONS_PER_PEER_MAX + 1]:
+        for oldest in self.of(peer)[: -limits.SESSIONS_PER_PEER_MAX + 1]:
             self._end(oldest)
         session = Session(peer, boot_id, self._random(32), now)
         self._by_token[session.token] = session
@@ -207,8 +202,8 @@ class Bans:
         """True when this is news. Raises PeerFault("too_many_bans" or "evidence_too_large")."""
         if peer in self.entries:
             return False
-        if len(evidence) > EVIDENCE_BYTES_MAX:
-            raise PeerFault("evidence_too_large", f"{len(evidence)} bytes, limit {EVIDENCE_BYTES_MAX}")
+        if len(evidence) > limits.EVIDENCE_BYTES_MAX:
+            raise PeerFault("evidence_too_large", f"{len(evidence)} bytes, limit {limits.EVIDENCE_BYTES_MAX}")
         if len(self.entries) >= limits.MEMBERS_MAX:
             raise PeerFault("too_many_bans", peer)
         self.entries[peer] = (reason[: limits.REASON_CHARS_MAX], evidence)

@@ -114,9 +114,6 @@ __all__ = [
     "WakeAt",
 ]
 
-# Split commits held back at once. Each needs a split of its own; more than a few mean a broken network.
-_SPLITS_KEPT = 8
-
 
 class Ballot(Convening):
     """One peer's part in one round: events in, actions out. See the module's docstring, and `Attempts` for
@@ -325,7 +322,7 @@ class Ballot(Convening):
             return self._note(f"commit refused: {fault}")
         if not checked.split:
             return self._decide(commit, "a majority voted for it", passed_by=peer)
-        if checked.value_hash not in self._splits and len(self._splits) >= _SPLITS_KEPT:
+        if checked.value_hash not in self._splits and len(self._splits) >= limits.SPLITS_KEPT:
             return self._note("too many split commits: ignored")
         self._splits.setdefault(checked.value_hash, (commit, set()))[1].add(peer)
         return None  # `_settle` judges it

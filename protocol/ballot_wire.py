@@ -44,8 +44,6 @@ BODIES: Final = frozenset({"convene", "join", "roster", "holding", "propose", "v
 # Set in Join.voted_attempt when that vote was cast in a split attempt; attempts stay far below.
 SPLIT_VOTE: Final = 1 << 31
 
-# One header arrives from several peers, and again with proofs: it is decoded and verified once. At the largest size 12 MiB.
-HEADERS_MAX: Final = 8192
 
 W = TypeVar("W", bound=WireMessage)
 
@@ -200,7 +198,7 @@ def decode_header(signed: wire_pb2.Signed, run_id: bytes) -> Header:
     return _decode_header(signed.body, signed.signature, run_id)
 
 
-@lru_cache(maxsize=HEADERS_MAX)  # keeps no failures
+@lru_cache(maxsize=limits.HEADERS_DECODED_MAX)  # keeps no failures
 def _decode_header(body: bytes, signature: bytes, run_id: bytes) -> Header:
     signed = wire_pb2.Signed(body=body, signature=signature)
     header = parse_header(signed)

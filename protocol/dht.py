@@ -23,8 +23,6 @@ from .wire_pb2 import Signed
 
 RECORD_SECONDS = 600.0
 CALL_SECONDS = 20.0
-RECORD_BYTES_MAX = 4096
-RECORDS_MAX = 256
 
 
 def sign_addresses(identity: Identity, run_id: bytes, addresses: Sequence[str]) -> bytes:
@@ -36,7 +34,7 @@ def sign_addresses(identity: Identity, run_id: bytes, addresses: Sequence[str]) 
 def read_record(peer: str, record: bytes, run_id: bytes) -> list[str]:
     """The addresses in a record. Raises PeerFault("bad_dht_record" or "bad_signature")."""
     try:
-        if len(record) > RECORD_BYTES_MAX:
+        if len(record) > limits.DHT_RECORD_BYTES_MAX:
             raise ValueError(f"{len(record)} bytes")
         body = json.loads(verify_body(Signed.FromString(record), peer, "dht", "peer", run_id))
         if body["peer"] != peer or len(body["addresses"]) > limits.ADDRESSES_MAX:
@@ -117,7 +115,7 @@ class Dht:
         peers: dict[str, list[str]] = {}
         if found is None or not isinstance(found.value, dict):
             return peers
-        for peer, stored in list(found.value.items())[:RECORDS_MAX]:
+        for peer, stored in list(found.value.items())[: limits.DHT_RECORDS_MAX]:
             record = getattr(stored, "value", stored)
             if isinstance(peer, str) and isinstance(record, bytes) and peer != self._identity.peer_id:
                 try:

@@ -22,9 +22,6 @@ from .errors import ExitCode, PeerFault, ShoalError
 from .identity import public_key_from_peer_id
 from .invite import check_address
 
-CACHE_PEERS_MAX = 256
-# A full cache with the longest addresses is well below this; a larger file is not ours.
-CACHE_BYTES_MAX = 1024 * 1024
 BACKOFF_SECONDS_MIN = 0.5
 SECONDS_LEFT_MIN = 0.001  # less than this before the deadline is rounding
 # More causes than this in one line help nobody.
@@ -34,7 +31,7 @@ DESCRIBED_MAX = 8
 def _read_bounded(path: Path) -> bytes:
     """No more of a file than tells that it is too large."""
     with path.open("rb") as file:
-        return file.read(CACHE_BYTES_MAX + 1)
+        return file.read(limits.CACHE_BYTES_MAX + 1)
 
 
 class PeerCache:
@@ -70,7 +67,7 @@ class PeerCache:
         if merged == known and next(iter(self.peers)) == peer:
             return
         self.peers.pop(peer, None)
-        self.peers = dict(itertools.islice({peer: merged, **self.peers}.items(), CACHE_PEERS_MAX))
+        self.peers = dict(itertools.islice({peer: merged, **self.peers}.items(), limits.CACHE_PEERS_MAX))
         self._encoded = None
 
     def forget(self, peer: str) -> None:
@@ -87,12 +84,12 @@ class PeerCache:
 
 def _parse_cache(content: bytes) -> dict[str, list[str]]:
     """Raises ValueError or PeerFault for anything that `PeerCache.encoded` does not write."""
-    if len(content) > CACHE_BYTES_MAX:
-        raise ValueError(f"larger than {CACHE_BYTES_MAX} bytes")
+    if len(content) > limits.CACHE_BYTES_MAX:
+        raise ValueError(f"larger than {limits.CACHE_BYTES_MAX} bytes")
     try:
         listed = json.loads(content)["peers"]
         peers: dict[str, list[str]] = {}
-        for peer, addresses in listed[:CACHE_PEERS_MAX]:
+        for peer, addresses in listed[: limits.CACHE_PEERS_MAX]:
             public_key_from_peer_id(peer)
             peers[peer] = [check_address(a) for a in addresses[: limits.ADDRESSES_MAX]]
         return peers

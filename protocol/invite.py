@@ -20,7 +20,6 @@ from .identity import public_key_from_peer_id
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]{{2,45}})\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 _TOKEN_BYTES = 40  # id (8) and secret (32)
-INVITE_CHARS_MAX = 8192
 
 
 def check_address(address: str) -> str:
@@ -67,8 +66,8 @@ class Invite:
 
     @classmethod
     def _parse(cls, text: str) -> Invite:
-        if len(text) > INVITE_CHARS_MAX:
-            raise ValueError(f"{len(text)} characters, at most {INVITE_CHARS_MAX}")
+        if len(text) > limits.INVITE_CHARS_MAX:
+            raise ValueError(f"{len(text)} characters, at most {limits.INVITE_CHARS_MAX}")
         if not text.startswith("shoal://"):
             raise ValueError(f"it begins with {text[:16]!r}")
         rest, _, fragment = text[len("shoal://") :].partition("#")

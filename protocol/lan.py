@@ -23,8 +23,6 @@ from .invite import check_address
 
 SERVICE = "_shoal._tcp.local."
 LOOKUP_MS = 3000
-FOUND_MAX = limits.MEMBERS_MAX
-LOOKUPS_MAX = 64  # at once; a name that found no place is heard of again when its announcement is renewed
 # A link-local address means nothing without an interface, so it can neither be announced nor dialled.
 _DIALLABLE = ("public", "private", "loopback")
 
@@ -56,7 +54,7 @@ class Lan:
             await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
 
         def changed(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-            if state_change is not ServiceStateChange.Removed and len(self._looking) < LOOKUPS_MAX:
+            if state_change is not ServiceStateChange.Removed and len(self._looking) < limits.LAN_LOOKUPS_MAX:
                 task = asyncio.ensure_future(self._look(name, on_found))
                 self._looking.add(task)
                 task.add_done_callback(self._looking.discard)
@@ -99,7 +97,7 @@ class Lan:
         peer, addresses = read_service(name, properties, hosts, port, self._run)
         if not addresses or peer == self._peer or self.found.get(peer) == addresses:
             return
-        if peer in self.found or len(self.found) < FOUND_MAX:
+        if peer in self.found or len(self.found) < limits.LAN_FOUND_MAX:
             self.found[peer] = addresses
             on_found(peer, addresses)
 

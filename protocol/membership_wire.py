@@ -16,14 +16,6 @@ from .membership_events import Kind, Message, Record, State
 from .signing import sign_body, verify_body
 from .wire_pb2 import MemberRecord, Signed, Summary, Swim
 
-# The largest honest record has ADDRESSES_MAX addresses of ADDRESS_CHARS_MAX; records are kept and passed on as they came,
-# so what is appended to one in fields that nobody knows would be kept by everybody. RUMOURS_PER_MESSAGE_MAX of them, with
-# their signatures, fit into MESSAGE_BYTES_MAX.
-RECORD_BYTES_MAX = limits.ADDRESSES_MAX * (limits.ADDRESS_CHARS_MAX + 3) + 256
-
-# One record is told many times by many: it is decoded and verified once. At the largest size they are 20 MiB.
-OPENED_MAX = 8192
-
 _ROLES = {State.ALIVE: "alive", State.SUSPECT: "suspect", State.DEAD: "dead", State.LEFT: "left"}
 _STATES = {state.value for state in State}
 _KINDS = {kind.value for kind in Kind}
@@ -55,10 +47,13 @@ def open_record(signed: Signed, run_id: bytes) -> Record:
     return _open_record(signed.body, signed.signature, run_id)
 
 
-@lru_cache(maxsize=OPENED_MAX)  # keeps no failures
+@lru_cache(maxsize=limits.MEMBER_RECORDS_KEPT_MAX)  # keeps no failures
 def _open_record(body: bytes, signature: bytes, run_id: bytes) -> Record:
     signed = Signed(body=body, signature=signature)
-    _need(len(signed.body) <= RECORD_BYTES_MAX, f"record of {len(signed.body)} bytes, limit {RECORD_BYTES_MAX}")
+    _need(
+        len(signed.body) <= limits.MEMBER_RECORD_BYTES_MAX,
+        f"record of {len(signed.body)} bytes, limit {limits.MEMBER_RECORD_BYTES_MAX}",
+    )
     wire = MemberRecord()
     try:
         wire.ParseFromString(signed.body)

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Pings made for others at once: for one asker, and for all. An honest asker has one probe under way.
-RELAYS_PER_PEER_MAX = 8
-RELAYS_MAX = 1024
+from . import limits
+
 # A suspect is probed next by about this many members, not by all at once.
 FEW = 8
 
@@ -91,7 +90,7 @@ class Relays:
 
     def add(self, nonce: int, relay: Relay) -> bool:
         """False when there is no room."""
-        if len(self._relays) >= RELAYS_MAX or self._askers[relay.asker] >= RELAYS_PER_PEER_MAX:
+        if len(self._relays) >= limits.RELAYS_MAX or self._askers[relay.asker] >= limits.RELAYS_PER_PEER_MAX:
             return False
         self._relays[nonce] = relay
         self._askers[relay.asker] += 1

@@ -16,8 +16,6 @@ from .identity import Identity, public_key_from_peer_id
 from .version import sha256
 from .wire_pb2 import Signed
 
-# Rumours and headers are seen many times; 32 bytes each.
-_VERIFIED_MAX = 16_384
 _verified: OrderedDict[bytes, None] = OrderedDict()
 _lock = threading.Lock()  # verification also happens in worker threads
 
@@ -48,6 +46,6 @@ def verify_body(signed: Signed, signer: str, type_: str, role: str, run_id: byte
         raise PeerFault("bad_signature", f"{type_}/{role} is not signed by {signer[-8:]}") from None
     with _lock:
         _verified[key] = None
-        if len(_verified) > _VERIFIED_MAX:
+        if len(_verified) > limits.SIGNATURES_KEPT_MAX:
             _verified.popitem(last=False)
     return signed.body

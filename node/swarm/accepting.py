@@ -23,9 +23,6 @@ from .link import SessionStream
 from .links import STRANGER, Links
 from .tokens import TOKENS, Tokens
 
-# One host may hold this many of the places for handshakes, so that it cannot keep everybody else out.
-HANDSHAKES_PER_HOST_MAX = limits.HANDSHAKES_AT_ONCE_MAX // 2
-
 StreamHandler = Callable[[str, Stream], Awaitable[None]]
 
 
@@ -46,7 +43,7 @@ class Accepting:
             return "closing"
         if call.method == HANDSHAKE_METHOD:
             full = sum(self._handshakes.values()) >= limits.HANDSHAKES_AT_ONCE_MAX
-            return BUSY if full or self._handshakes[_host(call)] >= HANDSHAKES_PER_HOST_MAX else None
+            return BUSY if full or self._handshakes[_host(call)] >= limits.HANDSHAKES_PER_HOST_MAX else None
         session = self._links.sessions.find(call.token)
         if session is None or not session.live:
             return "no session"

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...aggregation.forks import Fork, Key
 from ...aggregation.gossip import UpdateLog
-from ...protocol import gossip_wire
+from ...protocol import gossip_wire, limits
 from ...protocol.ballot_messages import Header
 from ...protocol.ballot_wire import decode_header
 from ...protocol.errors import PeerFault
@@ -34,12 +34,8 @@ from .replica import Replica
 from .rounds import Progress
 from .state import SharedState
 
-# Exchanges and fetches that we open at once; what others open is bounded by their number.
-EXCHANGES_MAX = 4
 # An exchange that shows that another is needed is followed by it after this pause: two that cannot agree yet must not spin.
 AGAIN_SECONDS = 0.5
-# Chains that one message of news names; the rest comes with the next exchange.
-NEWS_MAX = 1024
 # A checkpoint holds the whole log: a new one is written when the log has grown by this share, but not after less than this part
 # of `save_seconds`, after which one is written anyway.
 SAVE_GROWTH = 0.25
@@ -195,7 +191,7 @@ class Gossip:
         tops = gossip_wire.decode_tops(envelope.gossip_news.tops)
         if self._exchange.lacking(tops):
             self._news[peer] = (
-                {**self._news.get(peer, {}), **tops} if len(self._news.get(peer, ())) < NEWS_MAX else tops
+                {**self._news.get(peer, {}), **tops} if len(self._news.get(peer, ())) < limits.GOSSIP_NEWS_MAX else tops
             )
             self._wake.set()
 
@@ -211,7 +207,11 @@ class Gossip:
 
     def grew(self, keys: set[Key], but: str = "") -> None:
         """News of grown chains to a few peers."""
-        tops = {key: top for key in sorted(keys)[:NEWS_MAX] if (top := self.log.vector.entries.get(key)) is not None}
+        tops = {
+            key: top
+            for key in sorted(keys)[: limits.GOSSIP_NEWS_MAX]
+            if (top := self.log.vector.entries.get(key)) is not None
+        }
         others = sorted(self._near() - {but})
         if tops:
             envelope = Envelope(gossip_news=gossip_wire.encode_news(tops))
@@ -331,7 +331,7 @@ class Gossip:
         next_at = self._clock.now() + self.settings.interval_s * self._rng.random()
         while not self._stopping.is_set():
             try:
-                room = len(self._busy) < EXCHANGES_MAX  # else the end of a transfer wakes us
+                room = len(self._busy) < limits.GOSSIP_EXCHANGES_MAX  # else the end of a transfer wakes us
                 until = min([next_at, *(at for peer, at in self._due.items() if room and peer not in self._busy)])
                 if room and self._news.keys() - self._busy:  # left over, because it is too early for another fetch
                     until = min(until, self._may_fetch_at() + ROUNDING_SECONDS)
@@ -351,7 +351,7 @@ class Gossip:
     def _start_some(self) -> None:
         now = self._clock.now()
         for peer in [*(peer for peer, at in self._due.items() if at <= now), *self._news]:
-            if len(self._busy) >= EXCHANGES_MAX:
+            if len(self._busy) >= limits.GOSSIP_EXCHANGES_MAX:
                 return
             if self._banned(peer):
                 self._due.pop(peer, None)

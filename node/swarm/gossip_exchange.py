@@ -38,8 +38,6 @@ STREAM_SECONDS = 10.0
 FRAME_SECONDS = 30.0
 # A chain that is being fetched is not asked for from another peer before this.
 CLAIM_SECONDS = 15.0
-# Bytes of updates that one exchange brings at most in each direction; the rest comes with the next.
-EXCHANGE_BYTES_MAX = 64 * 1024 * 1024
 # Payloads up to this size travel inside the frame that announces them, several in one.
 INLINE_BYTES_MAX = 16 * 1024
 INLINE_OVERHEAD_BYTES = 32  # of one update in such a frame: tags and lengths
@@ -165,10 +163,11 @@ class GossipExchange:
             self._say(
                 "two sides meet", level="warning", peer=peer[-6:], decision=decision.kind.value, why=decision.reason
             )
-        staged: list[tuple[Header, bytes]] | None = [] if decision.kind is Kind.MERGE and averaging else None
-        if decision.kind in (Kind.KEEP, Kind.TAKE):
-            loser_weight = our_weight if decision.kind is Kind.TAKE else want.concurrent_weight
-            self._decided(decision.kind, ours, theirs, loser_weight)
+        staged: list[tuple[Header, bytes]] | None = None
+        if (decision.kind is Kind.MERGE and averaging) or decision.kind is Kind.TAKE:
+            staged = []  # until all is here: to give up our side before theirs has come would be to learn nothing for a while
+        if decision.kind is Kind.KEEP:
+            self._decided(decision.kind, ours, theirs, want.concurrent_weight)
         elif decision.kind is Kind.ADD:
             self.replica.hear(theirs)
             if theirs.base == self.replica.log.base:
@@ -182,7 +181,10 @@ class GossipExchange:
             if not sender.done():
                 sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-        if staged is not None:
+        if decision.kind is Kind.TAKE:
+            self._decided(decision.kind, ours, theirs, our_weight)
+            got = {(h.dot.peer, h.dot.incarnation) for h, payload in staged or () if self._take(peer, h, payload)}
+        elif staged is not None:
             self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
         if got:
             self._grew(got, peer)
@@ -308,7 +310,7 @@ class GossipExchange:
 
     async def _send(self, stream: Stream, wanted: list[Range]) -> None:
         """What the other asked for, as far as it is here and within an exchange's bytes."""
-        budget = EXCHANGE_BYTES_MAX
+        budget = limits.GOSSIP_EXCHANGE_BYTES_MAX
         log = self.replica.log
         frame, room = Updates(), limits.PAYLOAD_FRAME_BYTES
         for one in wanted:
@@ -337,7 +339,7 @@ class GossipExchange:
     async def _receive(self, peer: str, stream: Stream, staged: list[tuple[Header, bytes]] | None = None) -> set[Key]:
         """Take updates until the other is done, into the log or, unjudged, into `staged`. Chains that grew."""
         grew: set[Key] = set()
-        room = 2 * EXCHANGE_BYTES_MAX
+        room = 2 * limits.GOSSIP_EXCHANGE_BYTES_MAX
         while True:
             try:
                 frame = await stream.recv(FRAME_SECONDS)

@@ -20,8 +20,6 @@ from ...protocol.transport import Connection, Stream, StreamClosed
 BACKOFF_SECONDS_MIN = 0.25
 # A peer that answers keepalive and does not read: one frame takes 1.5 s at 1 Mbit/s.
 SEND_SECONDS_MAX = 30.0
-# Peers whose faults are counted one by one; the rest only in the sum.
-CHARGED_MAX = 2 * limits.MEMBERS_MAX
 
 _serial = itertools.count()
 
@@ -40,8 +38,8 @@ class Traffic:
     def charge(self, peer: str, kind: str) -> None:
         self.faults[kind] += 1
         self.charged[peer] += 1
-        if len(self.charged) > CHARGED_MAX:
-            self.charged = Counter(dict(self.charged.most_common(CHARGED_MAX // 2)))
+        if len(self.charged) > limits.CHARGED_MAX:
+            self.charged = Counter(dict(self.charged.most_common(limits.CHARGED_MAX // 2)))
 
     def forget(self, peer: str) -> None:
         """Drop the byte counts of one peer; the sums by method stay."""

@@ -26,7 +26,6 @@ from .link import Link, SessionStream, Traffic
 
 # A control stream is idle for as long as nobody has anything to say; keepalive notices a dead one.
 CONTROL_IDLE_SECONDS = 3600.0
-LINKS_MAX = 2 * limits.MEMBERS_MAX
 # Faults that no honest peer can make, whatever it received from others: the connection ends. Others cost their message
 # or their bulk stream.
 DISCONNECTING = frozenset({"bad_signature", "wrong_signer", "bad_envelope"})
@@ -38,7 +37,7 @@ class Links:
 
     Attributes:
         me: this side of handshakes, asked each time (addresses and incarnation change).
-        peers: links by peer id; at most LINKS_MAX.
+        peers: links by peer id; at most limits.LINKS_MAX.
         on_message: called for every decoded message; raises PeerFault for what must be charged.
         failed: an error of our own, of whichever task.
     """
@@ -97,10 +96,10 @@ class Links:
     def to(self, peer: str) -> Link:
         """The peer's link, made when there is none. Raises PeerFault("too_many_peers")."""
         if peer not in self.peers:
-            if len(self.peers) >= LINKS_MAX:
+            if len(self.peers) >= limits.LINKS_MAX:
                 idle = next((p for p, link in self.peers.items() if link.idle()), None)
                 if idle is None:
-                    raise PeerFault("too_many_peers", f"{len(self.peers)} peers, limit {LINKS_MAX}")
+                    raise PeerFault("too_many_peers", f"{len(self.peers)} peers, limit {limits.LINKS_MAX}")
                 del self.peers[idle]
                 self.traffic.forget(idle)
             self.peers[peer] = Link()

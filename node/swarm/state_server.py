@@ -26,18 +26,14 @@ from .state import SharedState
 REQUEST_SECONDS = 15.0
 # A frame that the other side does not take within this time ends the stream.
 SEND_SECONDS = 60.0
-# The newest state and this many less one that are being downloaded. Each may hold 8 bytes per parameter.
-SNAPSHOTS_MAX = 3
 # A snapshot that nobody has asked for in this time goes.
 IDLE_SECONDS = 120.0
-# Hashes of many more would not fit into one frame beside a commit of the largest ring; larger states have larger chunks.
-CHUNKS_MAX = 2048
 
 
 def chunk_bytes(size: int) -> int:
-    """Chunk size of a state file of `size` bytes: STATE_CHUNK_BYTES, doubled until at most CHUNKS_MAX are needed."""
+    """Chunk size of a state file of `size` bytes: STATE_CHUNK_BYTES, doubled until at most STATE_CHUNKS_MAX are needed."""
     chunk = limits.STATE_CHUNK_BYTES
-    while chunk * CHUNKS_MAX < size:
+    while chunk * limits.STATE_CHUNKS_MAX < size:
         chunk *= 2
     return chunk
 
@@ -136,7 +132,7 @@ class StateServer:
         """Drop what nobody reads; of what is read, the one asked for longest ago. A stream under way keeps its own."""
         others = sorted((k for k in self._kept if k != newest), key=lambda k: self._kept[k].asked)
         for position, key in enumerate(others):
-            surplus = position < len(others) - (SNAPSHOTS_MAX - 1)
+            surplus = position < len(others) - (limits.SNAPSHOTS_MAX - 1)
             if surplus or now - self._kept[key].asked > IDLE_SECONDS:
                 del self._kept[key]
 

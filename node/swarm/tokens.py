@@ -25,8 +25,6 @@ from .links import Links
 TOKENS = "Tokens"
 # A part of the handshake's time; whoever does not answer within it is not waited for.
 ASK_SECONDS = 2.0
-# All members of the largest usual ring. In a larger swarm all ask the same ones about the same token.
-ASKED_MAX = 64
 
 
 class Tokens:
@@ -86,7 +84,9 @@ class Tokens:
 
     def _others(self, token_id: bytes, newcomer: str) -> list[str]:
         here = [p for p, link in self._links.peers.items() if link.connection is not None or link.incoming()]
-        return sorted((p for p in here if p != newcomer), key=lambda p: sha256(token_id, p.encode()))[:ASKED_MAX]
+        return sorted((p for p in here if p != newcomer), key=lambda p: sha256(token_id, p.encode()))[
+            : limits.TOKEN_ASKED_MAX
+        ]
 
     async def _ask_all(self, use: TokenUse) -> list[str]:
         """Answers of those that answer in time; empty for "nobody"."""

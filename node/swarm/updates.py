@@ -30,9 +30,6 @@ from ...protocol.version import Dot, sha256
 from ...protocol.wire_pb2 import Signed
 from ..store.disk import REAL_DISK, Disk, write_all
 
-MEMORY_BYTES_MAX = 64 * 1024 * 1024
-# ~1 KiB each; enough for a full ring over many more rounds than payloads are kept.
-HEADERS_KEPT_MAX = 16 * limits.ROSTER_MAX
 SUFFIX = ".update"
 
 
@@ -82,7 +79,7 @@ class UpdateStore:
         bytes_max: int,
         equivocation: Callable[[Header, Header], None] = lambda first, second: None,
         folder: Path | None = None,
-        memory_bytes_max: int = MEMORY_BYTES_MAX,
+        memory_bytes_max: int = limits.UPDATES_MEMORY_BYTES_MAX,
         disk: Disk = REAL_DISK,
     ) -> None:
         """
@@ -154,12 +151,12 @@ class UpdateStore:
         """Remember a header whose signature was checked. A second one under its dot is a proof, whatever its payload."""
         with self._lock:
             first = self._headers.setdefault(header.dot, header)
-            if len(self._headers) > HEADERS_KEPT_MAX:
+            if len(self._headers) > limits.HEADERS_KEPT_MAX:
                 del self._headers[next(iter(self._headers))]
             proof = first.update_hash != header.update_hash and header.update_hash not in self._proved
             if proof:
                 self._proved[header.update_hash] = None
-                if len(self._proved) > HEADERS_KEPT_MAX:
+                if len(self._proved) > limits.HEADERS_KEPT_MAX:
                     del self._proved[next(iter(self._proved))]
         if proof:
             self._equivocation(first, header)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shoal.protocol import admission, limits
-from shoal.protocol.admission import SESSIONS_PER_PEER_MAX, Admission, Bans, Sessions
+from shoal.protocol.admission import Admission, Bans, Sessions
 from shoal.protocol.errors import PeerFault
 
 K, T = b"k" * 32, b"transcript"
@@ -114,7 +114,7 @@ def test_a_binding_that_came_to_nothing_is_released() -> None:
 
 
 def test_bindings_are_bounded_and_hearsay_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BINDINGS_MAX", 2)
+    monkeypatch.setattr(limits, "BINDINGS_MAX", 2)
     founder = Admission("token", key=K)
     for name in "abcd":
         founder.hear(name.encode() * 8, name)
@@ -161,9 +161,9 @@ def test_the_session_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch
 def test_one_peer_cannot_push_others_out() -> None:
     sessions = Sessions(rng())
     other = sessions.start("other", b"", 0.0)
-    mine = [sessions.start("greedy", b"", float(n)) for n in range(3 * SESSIONS_PER_PEER_MAX)]
-    assert other.live and sessions.of("greedy") == mine[-SESSIONS_PER_PEER_MAX:]
-    assert [s.live for s in mine].count(True) == SESSIONS_PER_PEER_MAX
+    mine = [sessions.start("greedy", b"", float(n)) for n in range(3 * limits.SESSIONS_PER_PEER_MAX)]
+    assert other.live and sessions.of("greedy") == mine[-limits.SESSIONS_PER_PEER_MAX :]
+    assert [s.live for s in mine].count(True) == limits.SESSIONS_PER_PEER_MAX
 
 
 # --- bans -------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_bans_keep_their_reason_and_evidence() -> None:
 def test_bans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     bans = Bans()
     with pytest.raises(PeerFault, match="evidence_too_large"):
-        bans.add("a", "", bytes(admission.EVIDENCE_BYTES_MAX + 1))
+        bans.add("a", "", bytes(limits.EVIDENCE_BYTES_MAX + 1))
     monkeypatch.setattr(limits, "MEMBERS_MAX", 1)
     bans.add("a", "")
     with pytest.raises(PeerFault, match="too_many_bans"):

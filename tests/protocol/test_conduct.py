@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol import limits
-from shoal.protocol.admission import EVIDENCE_BYTES_MAX
 from shoal.protocol.conduct import BANNABLE, Conduct
 
 N, WINDOW = limits.FAULTS_BEFORE_BAN, limits.FAULT_WINDOW_SECONDS
@@ -23,7 +22,7 @@ def test_many_faults_within_the_window_are_a_ban_with_its_evidence() -> None:
     reason = conduct.fault("m", "bad_signature", "\x00 \N{GRINNING FACE}" * 1000, 20.0)
     assert reason is not None and f"{N} faults within 20 s" in reason and "bad_payload, bad_signature" in reason
     evidence = conduct.evidence("m", 21.0)
-    assert len(evidence) <= EVIDENCE_BYTES_MAX
+    assert len(evidence) <= limits.EVIDENCE_BYTES_MAX
     listed = json.loads(evidence)
     assert [kind for _, kind, _ in listed] == ["bad_payload"] * (N - 1) + ["bad_signature"] and listed[0][0] == 21.0
     conduct.forget("m")

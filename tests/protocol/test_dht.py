@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol import dht, limits
-from shoal.protocol.dht import RECORD_BYTES_MAX, RECORDS_MAX, Dht, read_record, sign_addresses
+from shoal.protocol.dht import Dht, read_record, sign_addresses
 from shoal.protocol.errors import ExitCode, PeerFault, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import check_address
@@ -57,7 +57,7 @@ def test_a_record_gives_back_its_addresses() -> None:
         (ANN.peer_id, GOOD, bytes(32), "bad_signature"),
         (ANN.peer_id, GOOD[:-1], RUN, "bad_dht_record"),
         (ANN.peer_id, b"", RUN, "bad_signature"),
-        (ANN.peer_id, bytes(RECORD_BYTES_MAX + 1), RUN, "bad_dht_record"),
+        (ANN.peer_id, bytes(limits.DHT_RECORD_BYTES_MAX + 1), RUN, "bad_dht_record"),
         ("nobody", GOOD, RUN, "bad_peer_id"),
         (ANN.peer_id, signed_body({"peer": BOB.peer_id, "addresses": []}), RUN, "bad_dht_record"),
         (ANN.peer_id, signed_body({"peer": ANN.peer_id, "addresses": ["a:1"] * 9}), RUN, "bad_dht_record"),
@@ -151,7 +151,7 @@ def test_nothing_stored_is_nobody_found(stored: object) -> None:
 
 
 def test_only_a_bounded_number_of_records_is_read() -> None:
-    found: dict[str, object] = {f"flood {n}": b"x" for n in range(RECORDS_MAX)}
+    found: dict[str, object] = {f"flood {n}": b"x" for n in range(limits.DHT_RECORDS_MAX)}
     found[ANN.peer_id] = GOOD
     assert asyncio.run(joined(FakeNode(SimpleNamespace(value=found))).find()) == {}
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from shoal.protocol import limits
 from shoal.protocol.discovery import (
-    CACHE_BYTES_MAX,
-    CACHE_PEERS_MAX,
     DESCRIBED_MAX,
     Attempts,
     Candidate,
@@ -60,10 +58,10 @@ def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
 
 def test_cache_and_addresses_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     cache = PeerCache(tmp_path / "peers.json")
-    for n in range(CACHE_PEERS_MAX + 10):
+    for n in range(limits.CACHE_PEERS_MAX + 10):
         cache.met(f"peer {n}", ["a:1"])
-    assert len(cache.peers) == CACHE_PEERS_MAX
-    assert next(iter(cache.peers)) == f"peer {CACHE_PEERS_MAX + 9}" and "peer 9" not in cache.peers
+    assert len(cache.peers) == limits.CACHE_PEERS_MAX
+    assert next(iter(cache.peers)) == f"peer {limits.CACHE_PEERS_MAX + 9}" and "peer 9" not in cache.peers
     for port in range(1, 30):
         cache.met(PEERS[0], [f"a:{port}"])
     assert cache.peers[PEERS[0]] == [f"a:{port}" for port in range(29, 29 - limits.ADDRESSES_MAX, -1)]
@@ -73,11 +71,11 @@ def test_the_largest_cache_fits_into_the_bytes_that_are_read(tmp_path: Path) -> 
     path = tmp_path / "peers.json"
     cache = PeerCache(path)
     host = ".".join(["a" * 63] * 3 + ["a" * 50])
-    for n in range(CACHE_PEERS_MAX):
+    for n in range(limits.CACHE_PEERS_MAX):
         peer = Identity.generate(n.to_bytes(32, "big")).peer_id
         cache.met(peer, [f"{host}{m}:65535" for m in range(limits.ADDRESSES_MAX)])
     path.write_bytes(cache.encoded())
-    assert len(cache.encoded()) < CACHE_BYTES_MAX
+    assert len(cache.encoded()) < limits.CACHE_BYTES_MAX
     assert PeerCache(path).peers == cache.peers
 
 
@@ -96,7 +94,7 @@ def test_the_largest_cache_fits_into_the_bytes_that_are_read(tmp_path: Path) -> 
         json.dumps({"peers": [[PEERS[0], 5]]}).encode(),
         json.dumps({"peers": [[PEERS[0], [None]]]}).encode(),
         b"[" * 100_000,
-        b" " * (CACHE_BYTES_MAX + 1),
+        b" " * (limits.CACHE_BYTES_MAX + 1),
     ],
 )
 def test_a_damaged_file_is_set_aside(tmp_path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.protocol import limits
 from shoal.protocol.errors import ExitCode, ShoalError
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import INVITE_CHARS_MAX, Invite, check_address
+from shoal.protocol.invite import Invite, check_address
 
 A, B = (Identity.generate(bytes([n]) * 32).peer_id for n in (1, 2))
 RUN = bytes(range(32))
@@ -62,7 +62,7 @@ def test_the_documented_form() -> None:
         f"shoal://nobody@a:1/{RUN.hex()}",
         f"shoal://{A}@{','.join(['a:1'] * 9)}/{RUN.hex()}",
         f"shoal://{';'.join([f'{A}@a:1'] * 9)}/{RUN.hex()}",
-        "shoal://" + "x" * INVITE_CHARS_MAX,
+        "shoal://" + "x" * limits.INVITE_CHARS_MAX,
     ],
 )
 def test_what_is_not_an_invite(text: str) -> None:

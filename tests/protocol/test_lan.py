@@ -91,7 +91,7 @@ def test_news_is_reported_once_and_never_about_ourselves() -> None:
 
 
 def test_a_flood_of_peers_is_bounded_and_known_ones_may_still_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lan, "FOUND_MAX", 1)
+    monkeypatch.setattr(limits, "LAN_FOUND_MAX", 1)
     here, told = Lan(ANN, RUN, 7, []), []
     for peer, host in ((BOB, "10.0.0.2"), (CAT, "10.0.0.3"), (BOB, "10.0.0.4")):
         here.heard(named(peer), TEXT, [host], 7, lambda p, a: told.append((p, a)))
@@ -224,7 +224,7 @@ def test_names_are_looked_up_and_failures_end_nothing(
         for name in ("broken", "silent", "slow", named(BOB)):
             browser.changed(None, SERVICE, name, lan.ServiceStateChange.Added)
         browser.changed(None, SERVICE, named(CAT), lan.ServiceStateChange.Removed)
-        monkeypatch.setattr(lan, "LOOKUPS_MAX", 4)
+        monkeypatch.setattr(limits, "LAN_LOOKUPS_MAX", 4)
         browser.changed(None, SERVICE, named(CAT), lan.ServiceStateChange.Added)  # too many at once: dropped
         for _ in range(5):
             await asyncio.sleep(0)

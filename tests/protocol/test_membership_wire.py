@@ -14,7 +14,6 @@ from shoal.protocol.errors import PeerFault
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership import Kind, Message, Record, State
 from shoal.protocol.membership_wire import (
-    RECORD_BYTES_MAX,
     decode,
     encode,
     open_record,
@@ -119,10 +118,10 @@ def test_a_record_cannot_carry_more_than_the_largest_honest_one() -> None:
     assert open_record(Signed.FromString(sign_record(ALICE, RUN, largest).signed), RUN).addresses == largest.addresses
     padding = b"\xfa\x07\xe0\x12" + bytes(2400)  # field 127, which nobody knows
     body = MemberRecord(peer=ALICE.peer_id, state=MemberRecord.ALIVE, counter=1).SerializeToString() + padding
-    assert len(body) > RECORD_BYTES_MAX
+    assert len(body) > limits.MEMBER_RECORD_BYTES_MAX
     with pytest.raises(PeerFault, match="record of"):
         open_record(sign_body(ALICE, "member", "alive", RUN, body), RUN)
-    assert limits.RUMOURS_PER_MESSAGE_MAX * (RECORD_BYTES_MAX + 80) < limits.MESSAGE_BYTES_MAX
+    assert limits.RUMOURS_PER_MESSAGE_MAX * (limits.MEMBER_RECORD_BYTES_MAX + 80) < limits.MESSAGE_BYTES_MAX
 
 
 def test_a_record_that_is_no_protobuf() -> None:

@@ -58,7 +58,7 @@ def test_limits_and_bad_signers() -> None:
 
 
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signing, "_VERIFIED_MAX", 3)
+    monkeypatch.setattr(limits, "SIGNATURES_KEPT_MAX", 3)
     signing._verified.clear()
     for n in range(6):
         verify_body(sign_body(ALICE, "vote", "member", RUN, bytes([n])), ALICE.peer_id, "vote", "member", RUN)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol import probing
+from shoal.protocol import limits
 from shoal.protocol.awareness import Awareness
 from shoal.protocol.membership import PRESETS, MembershipConfig
 from shoal.protocol.probing import Probe, Relay, Relays, Turns
@@ -120,7 +120,7 @@ def test_a_probe_listens_only_to_whom_it_asked() -> None:
 
 
 def test_relays_answer_once_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "RELAYS_MAX", 10)
+    monkeypatch.setattr(limits, "RELAYS_MAX", 10)
     relays = Relays()
     assert relays.add(1, Relay("a", 11, "t", nack_at=1.0, ends=5.0))
     assert relays.acked("x", 1) is None and relays.acked("t", 2) is None
@@ -129,7 +129,7 @@ def test_relays_answer_once_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch)
     late = relays.acked("t", 1)
     assert late is not None and late.asker == "a" and not len(relays)
     added = [relays.add(n, Relay("a", n, "t", 1.0, 5.0)) for n in range(9)]
-    assert added == [True] * probing.RELAYS_PER_PEER_MAX + [False]
+    assert added == [True] * limits.RELAYS_PER_PEER_MAX + [False]
     assert [relays.add(n, Relay("b", n, "t", 1.0, 5.0)) for n in range(20, 23)] == [True, True, False]
     assert len(list(relays.due(6.0))) == 10 and not len(relays) and not relays._askers
 

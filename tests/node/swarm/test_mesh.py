@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from shoal.node.swarm import accepting as accepting_module
 from shoal.node.swarm import link as link_module
 from shoal.node.swarm import links as links_module
 from shoal.node.swarm import mesh as mesh_module
@@ -229,7 +228,7 @@ def test_too_large_too_old_and_unsendable_messages(monkeypatch: pytest.MonkeyPat
         a.say(b, "stale")
         await until(lambda: not a.mesh._links.peers[b.id].queue)
         monkeypatch.undo()
-        monkeypatch.setattr(links_module, "LINKS_MAX", 1)
+        monkeypatch.setattr(limits, "LINKS_MAX", 1)
         a.say("nobody", "no room: the one link is in use")
         a.say(b, "fresh")
         await b.hears("fresh")
@@ -242,7 +241,7 @@ def test_too_large_too_old_and_unsendable_messages(monkeypatch: pytest.MonkeyPat
 
 def test_idle_links_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        monkeypatch.setattr(links_module, "LINKS_MAX", 2)
+        monkeypatch.setattr(limits, "LINKS_MAX", 2)
         a = await node(1, listen=False)
         for n in range(5):
             a.mesh.news(f"peer{n}", ["a:1"])
@@ -479,7 +478,7 @@ def test_a_restart_at_the_old_address_does_not_wait_for_keepalive() -> None:
 def test_too_many_handshakes_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         a, b = await node(1), await node(2)
-        monkeypatch.setattr(accepting_module, "HANDSHAKES_PER_HOST_MAX", 2)
+        monkeypatch.setattr(limits, "HANDSHAKES_PER_HOST_MAX", 2)
         connection = await a.transport.dial(b.address, b.id, timeout_s=S)
         held = [await connection.open("Handshake", b"", timeout_s=S) for _ in range(2)]
         await until(lambda: sum(b.mesh._accepting._handshakes.values()) == 2)
@@ -759,7 +758,7 @@ def test_nothing_of_a_stranger_is_read() -> None:
 
 
 def test_counters_of_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "CHARGED_MAX", 10)
+    monkeypatch.setattr(limits, "CHARGED_MAX", 10)
     traffic = Traffic()
     for n in range(1000):
         traffic.charge(f"peer{n}", "bad_payload")

@@ -18,7 +18,7 @@ from shoal.node.swarm import chunks as chunks_module
 from shoal.node.swarm import state_server as server_module
 from shoal.node.swarm.chunks import ChunkList, Offer, PartialFile
 from shoal.node.swarm.state import SharedState
-from shoal.node.swarm.state_server import CHUNKS_MAX, Snapshot, StateServer, chunk_bytes, servable
+from shoal.node.swarm.state_server import Snapshot, StateServer, chunk_bytes, servable
 from shoal.node.swarm.state_sync import StateClient, check_offer, choose, read_ring_state
 from shoal.protocol import limits
 from shoal.protocol.errors import PeerFault
@@ -336,7 +336,7 @@ def test_a_server_keeps_few_snapshots_and_drops_idle_ones(monkeypatch: pytest.Mo
             assert await offered(states[0].lineage) == states[0].lineage  # in use, so it stays
             await asyncio.sleep(1)
             assert await offered() == one.lineage
-            assert len(server._kept) <= server_module.SNAPSHOTS_MAX
+            assert len(server._kept) <= limits.SNAPSHOTS_MAX
         await asyncio.sleep(11)
         present[0] = state(8)
         await offered()
@@ -523,7 +523,9 @@ def test_a_reader_that_does_not_read_ends_the_stream() -> None:
 @given(st.integers(1, limits.STATE_BYTES_MAX))
 def test_any_state_has_few_enough_chunks_for_one_frame(size: int) -> None:
     chunk = chunk_bytes(size)
-    assert -(-size // chunk) <= CHUNKS_MAX and (chunk == limits.STATE_CHUNK_BYTES or chunk * CHUNKS_MAX < 2 * size)
+    assert -(-size // chunk) <= limits.STATE_CHUNKS_MAX and (
+        chunk == limits.STATE_CHUNK_BYTES or chunk * limits.STATE_CHUNKS_MAX < 2 * size
+    )
 
 
 def test_pieces_put_together_are_the_file() -> None:

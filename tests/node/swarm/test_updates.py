@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.aggregation.compress import Compression
-from shoal.node.swarm.updates import HEADERS_KEPT_MAX, SUFFIX, UpdateStore
+from shoal.node.swarm.updates import SUFFIX, UpdateStore
+from shoal.protocol import limits
 from shoal.protocol.ballot_messages import Encoding, Header, update_hash
 from shoal.protocol.ballot_wire import parse_header
 from shoal.protocol.errors import PeerFault
@@ -173,11 +174,11 @@ def test_what_nobody_asked_for_is_a_proof_under_a_known_dot_and_else_forgotten(o
 def test_remembered_headers_are_bounded(origin: Identity) -> None:
     store, _ = make()
     header = parse_header(signed(origin, 1, b""))
-    for seq in range(HEADERS_KEPT_MAX + 50):
+    for seq in range(limits.HEADERS_KEPT_MAX + 50):
         store.witness(replace(header, dot=replace(header.dot, seq=seq + 1)))
-    for i in range(HEADERS_KEPT_MAX + 50):
-        store.witness(replace(header, dot=replace(header.dot, seq=HEADERS_KEPT_MAX + 50), signed=b"%d" % i))
-    assert len(store._headers) == HEADERS_KEPT_MAX and len(store._proved) == HEADERS_KEPT_MAX
+    for i in range(limits.HEADERS_KEPT_MAX + 50):
+        store.witness(replace(header, dot=replace(header.dot, seq=limits.HEADERS_KEPT_MAX + 50), signed=b"%d" % i))
+    assert len(store._headers) == limits.HEADERS_KEPT_MAX and len(store._proved) == limits.HEADERS_KEPT_MAX
 
 
 def test_the_oldest_rounds_go_first_and_the_present_round_stays_whole(origin: Identity) -> None:
