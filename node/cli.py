@@ -19,33 +19,13 @@ from typing import Any
 import click
 
 from ..protocol.errors import ExitCode, ShoalError
+from .commands import tune
+from .commands.options import data_dir_of, data_dir_option, json_option
 
 COMMANDS_GROUP = "shoal.commands"  # entry points of this group are commands, too
 INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 # docs/commands.md has the causes.
 CODES = "\b\nExit codes:\n" + "\n".join(f"{int(c):3d}  {c.name.lower().replace('_', ' ')}" for c in ExitCode)
-
-
-class Folder(click.Path):
-    """A path. An empty one (an unset variable in a script) would silently mean the folder that the command runs in."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("it is empty; name a folder, . for this one", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-data_dir_option = click.option(
-    "--data-dir",
-    type=Folder(path_type=Path),
-    default=None,
-    help="The node's folder: identity, state, logs, control socket. [default: $SHOAL_NODE__DATA_DIR or ~/.shoal]",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="End with one JSON object on stdout.")
-
-
-def _where(data_dir: Path | None) -> Path:
-    return (data_dir or Path(os.environ.get("SHOAL_NODE__DATA_DIR") or "~/.shoal")).expanduser()
 
 
 class Group(click.Group):
@@ -56,6 +36,7 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export"]
+        own += ["dpo", "reward-model"]
         return own + sorted(e.name for e in entry_points(group=COMMANDS_GROUP) if e.name not in own)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -204,7 +185,7 @@ def join(
 def _ask(data_dir: Path | None, method: str, timeout_s: float = 15.0) -> dict[str, Any]:
     from .observe.control import call_blocking
 
-    return call_blocking(_where(data_dir) / "control.sock", method, {}, timeout_s=timeout_s)
+    return call_blocking(data_dir_of(data_dir) / "control.sock", method, {}, timeout_s=timeout_s)
 
 
 @shoal.command()
@@ -269,7 +250,7 @@ def leave(data_dir: Path | None, wait: bool, as_json: bool) -> int:
 
     found = _ask(data_dir, "leave")
     if wait:
-        found["gone"] = wait_until_gone(_where(data_dir), found["grace_seconds"] + 15.0)
+        found["gone"] = wait_until_gone(data_dir_of(data_dir), found["grace_seconds"] + 15.0)
     click.echo(json.dumps(found) if as_json else ("left" if found.get("gone", True) else "still leaving"))
     return ExitCode.OK if found.get("gone", True) else ExitCode.FAILED
 
@@ -288,7 +269,7 @@ def doctor(data_dir: Path | None, port: int, as_json: bool) -> int:
     """
     from .doctor import describe, examine
 
-    findings = examine(_where(data_dir), port)
+    findings = examine(data_dir_of(data_dir), port)
     click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}) if as_json else describe(findings))
     return ExitCode.FAILED if any(f.status == "bad" for f in findings) else ExitCode.OK
 
@@ -323,7 +304,9 @@ def evaluate(
     """
     from .commands.artefacts import run_eval
 
-    found = run_eval(_where(data_dir), adapter=adapter, model=model, task=task, size=size, samples=samples, plot=plot)
+    found = run_eval(
+        data_dir_of(data_dir), adapter=adapter, model=model, task=task, size=size, samples=samples, plot=plot
+    )
     click.echo(json.dumps(found) if as_json else "\n".join(f"{k:>12}  {v}" for k, v in found.items()))
     return ExitCode.OK
 
@@ -341,11 +324,15 @@ def export(data_dir: Path | None, out: Path, merged: bool, as_json: bool) -> int
     """
     from .commands.artefacts import run_export
 
-    found = run_export(_where(data_dir), out, merged=merged)
+    found = run_export(data_dir_of(data_dir), out, merged=merged)
     click.echo(
         json.dumps(found) if as_json else f"wrote {found['kind']} of round {found['round']} to {found['folder']}"
     )
     return ExitCode.OK
+
+
+shoal.add_command(tune.dpo)
+shoal.add_command(tune.reward_model)
 
 
 def _report(error: ShoalError, as_json: bool) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,30 @@ def _learner(config: Config, checkpoint: Checkpoint, data_dir: Path) -> Any:
         )
     learner.load(checkpoint.state.theta)
     return learner
+
+
+@contextmanager
+def newest_policy(data_dir: Path) -> Iterator[tuple[Any, str]]:
+    """The model of the newest state, and the name of its base. Raises ShoalError."""
+    config, checkpoint = _open(data_dir)
+    # To train on: what scores completions in the run (judges, reward files) is not needed, and costs memory.
+    run = config.run.model_copy(update={"rewards": type(config.run.rewards)()})
+    learner = _learner(config.model_copy(update={"run": run}), checkpoint, data_dir)
+    try:
+        yield learner.loaded, config.node.model_path or config.run.model.name
+    finally:
+        learner.close()
+
+
+def free_folder(folder: Path) -> None:
+    """Raises ShoalError unless a result can be written there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ShoalError(
+            f"{folder} is in the way.",
+            values="found an existing file or a folder that is not empty, expected a new or empty folder",
+            todo="Choose another folder, or remove this one.",
+            code=ExitCode.FAILED,
+        )
 
 
 def run_export(data_dir: Path, out: Path, *, merged: bool) -> dict[str, Any]:

@@ -140,3 +140,55 @@ def test_a_picture_without_matplotlib(data_dir, tmp_path, capsys, monkeypatch):
     code = cli.run(["eval", "--data-dir", str(data_dir()), "--plot", str(tmp_path / "x.png"), "--json"])
     assert code == ExitCode.DEPENDENCY
     assert "shoal[plot]" in capsys.readouterr().err
+
+
+# --- training on preferences ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path):
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "?"} for a in range(4) for b in range(4)]
+    path = tmp_path / "preferences.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_dpo_goes_on_from_the_newest_state_and_writes_an_adapter(data_dir, told, tmp_path, capsys):
+    folder, out = str(data_dir("run.model.lora={r = 2, alpha = 4}")), tmp_path / "dpo"
+    wanted = ("dpo", "--data-dir", folder, "--preferences", str(told), "--out", str(out))
+    code, found = ask(capsys, *wanted, "--learning-rate", "0.01", "--max-steps", "30", "--device", "cpu")
+    assert code == 0 and found["kind"] == "adapter" and found["steps"] == 30 and found["pairs"] == 14
+    assert found["loss"] < 0.69 and found["eval_rewards/accuracies"] == 1.0
+    code, scored = ask(capsys, "eval", "--data-dir", folder, "--adapter", str(out))
+    assert code == 0 and "accuracy" in scored
+    code, refused = ask(capsys, *wanted)
+    assert code == ExitCode.FAILED and "in the way" in refused["error"]["what"]
+    code, refused = ask(capsys, *wanted[:-1], str(tmp_path / "other"), "--lora-r", "4")
+    assert code == ExitCode.CONFIG
+
+
+def test_dpo_trains_a_named_model(told, tmp_path, capsys):
+    out, made = tmp_path / "model", ("--model", "tiny", "--max-steps", "2", "--device", "cpu")
+    code, found = ask(capsys, "dpo", *made, "--preferences", str(told), "--out", str(out), "--loss-type", "ipo")
+    assert code == 0 and found["kind"] == "model" and (out / "model.safetensors").exists()
+    adapter = tmp_path / "adapter"
+    code, found = ask(capsys, "dpo", *made, "--lora-r", "2", "--preferences", str(told), "--out", str(adapter))
+    assert code == 0 and json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] == 4.0
+    code, refused = ask(
+        capsys, "dpo", *made, "--preferences", str(told), "--out", str(tmp_path / "no"), "--loss-type", "exo_pair"
+    )
+    assert code == ExitCode.USAGE and "label_smoothing" in refused["error"]["what"] + refused["error"]["values"]
+
+
+def test_a_reward_model_is_one_command_away(told, tmp_path, capsys):
+    from shoal.node.rl.reward_model import RewardModel
+
+    out = tmp_path / "rm"
+    code, found = ask(
+        capsys,
+        *("reward-model", "--model", "tiny", "--preferences", str(told), "--out", str(out)),
+        *("--learning-rate", "0.01", "--max-steps", "30", "--device", "cpu"),
+    )
+    assert code == 0 and found["kind"] == "reward model" and found["accuracy"] == 1.0
+    good, bad = RewardModel.load(out, device="cpu").score([("1+1=", "2"), ("1+1=", "?")])
+    assert good > bad
