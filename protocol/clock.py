@@ -26,6 +26,9 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, callback)
+
     async def run(self, work: Callable[[], T], *, cost_s: float = 0.0) -> T:
         """`cost_s` is for virtual time only."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)

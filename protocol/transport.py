@@ -111,6 +111,12 @@ class Transport(Protocol):
         ...
 
 
+class Timer(Protocol):
+    """What `Clock.call_later` returns."""
+
+    def cancel(self) -> None: ...
+
+
 class Clock(Protocol):
     """Time and blocking work. In the simulator both are virtual."""
 
@@ -123,6 +129,10 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, seconds: float) -> None: ...
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call it after so long, without a task that sleeps."""
+        ...
 
     async def run(self, work: Callable[[], T], *, cost_s: float = 0.0) -> T:
         """Run blocking work: in a worker thread here, inline with a virtual cost in the simulator."""

@@ -9,7 +9,7 @@ from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 from .loop import SimLoop, nanoseconds
-from .process import PROCESS, Process, SimFuture
+from .process import PROCESS, Process, SimFuture, SimHandle
 
 T = TypeVar("T")
 
@@ -61,6 +61,9 @@ class SimClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> SimHandle:
+        return self._loop.call_later(seconds, callback)
 
     async def run(self, work: Callable[[], T], *, cost_s: float = 0.0) -> T:
         """Even work that costs nothing gives way once, as handing it to a thread would."""

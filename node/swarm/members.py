@@ -112,21 +112,30 @@ class Members:
                 self._handle(m.Tick())
                 self._next_tick = self.machine.due() + ROUNDING_SECONDS
                 while (left := self._next_tick - self._clock.now()) > 0:
-                    # After a goodbye nothing is due any more.
-                    self._nap = asyncio.ensure_future(self._clock.sleep(min(left, NAP_SECONDS_MAX)))
-                    await asyncio.wait({self._nap})
-                    if not self._nap.cancelled():
-                        self._nap.result()
+                    await self._sleep(min(left, NAP_SECONDS_MAX))  # after a goodbye nothing is due any more
         finally:
-            if self._nap is not None:
-                self._nap.cancel()
+            self._wake()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until `_wake`, at the latest after so long. No task of its own: every peer does this several times a second."""
+        self._nap = asyncio.get_running_loop().create_future()
+        timer = self._clock.call_later(seconds, self._wake)
+        try:
+            await self._nap
+        finally:
+            timer.cancel()
+            self._nap = None
+
+    def _wake(self) -> None:
+        if self._nap is not None and not self._nap.done():
+            self._nap.set_result(None)
 
     def _come_forward(self) -> None:
         """Events may bring the next tick forward, never put it off."""
         due = self.machine.due() + ROUNDING_SECONDS
         if self._nap is not None and due < self._next_tick:
             self._next_tick = due
-            self._nap.cancel()
+            self._wake()
 
     def received(self, peer: str, wire: Swim) -> None:
         """Raises PeerFault for what must be charged to `peer`; nothing of such a message is used."""

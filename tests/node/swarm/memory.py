@@ -62,6 +62,9 @@ class InlineClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, callback)
+
     async def run(self, work: Callable[[], T], *, cost_s: float = 0.0) -> T:
         await asyncio.sleep(cost_s)
         return work()

@@ -36,6 +36,12 @@ class HandClock:
         self._sleepers.append((self.time + seconds, future))
         await future
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: None if done.cancelled() else callback())
+        self._sleepers.append((self.time + seconds, future))
+        return future
+
     async def run(self, work: Callable[[], Any], *, cost_s: float = 0.0) -> Any:
         return work()
 
