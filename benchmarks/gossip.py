@@ -80,7 +80,7 @@ class Counted:
         GossipExchange._send, Mesh.post, GossipExchange._take = self._send, self._post, self._take  # type: ignore[method-assign]
 
 
-def bytes_sent(peers: int = 64, d: int = 66_000, updates: int = 2, seed: int = 1) -> dict[str, Any]:
+def bytes_sent(peers: int = 64, d: int = 70_000, updates: int = 2, seed: int = 1) -> dict[str, Any]:
     """Agreement, and bytes by kind. One byte a parameter: an update is as large as d."""
     run = {
         "compression": "1/8",
