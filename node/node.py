@@ -17,13 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..aggregation.book import Book
-from ..aggregation.compress import Sparse
-from ..aggregation.compress import decode as decode_update
 from ..aggregation.gossip import UpdateLog
 from ..aggregation.snapshots import Snapshot
 from ..protocol import limits
-from ..protocol.ballot_messages import Commit, Encoding, parse_header
-from ..protocol.ballot_wire import encode_commit
+from ..protocol.ballot_messages import Commit
 from ..protocol.deadlines import Deadlines
 from ..protocol.discovery import PeerCache, announceable
 from ..protocol.errors import ExitCode, PeerFault, ShoalError
@@ -31,28 +28,26 @@ from ..protocol.handshake import Self
 from ..protocol.invite import Invite
 from ..protocol.membership import State
 from ..protocol.transport import DialError, StreamClosed
-from ..protocol.version import Dot
-from ..protocol.wire_pb2 import Envelope, Signed, Welcome
+from ..protocol.wire_pb2 import Envelope, Welcome
 from . import judging, learners
 from .ban_proofs import BanProofs
 from .config import Config
 from .discovery import Nearby, look_after_company
 from .entry import SOURCES_MAX, Entry
-from .gossip_mode import contributions_of, log_parts, make_gossip, new_log, restored_log, rules_of, served
+from .gossip_mode import contributions_of, make_gossip, rules_of, served
 from .host import Host, Show
 from .hybrid_mode import make_hybrid
-from .keeper import Keeper, rebook
 from .own_lives import OwnLives
 from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
+from .saving import Saving
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir, damaged
-from .store.journal import Journal, JournalFull, OwnUpdate
+from .store.journal import Journal, JournalFull
 from .store.recording import Recording
 from .swarm.gossip import Gossip
 from .swarm.hybrid import Hybrid
-from .swarm.local_work import Work
 from .swarm.manifest import make_genesis, serve_manifest
 from .swarm.members import Members
 from .swarm.mesh import Mesh
@@ -60,7 +55,7 @@ from .swarm.records import fetch_records
 from .swarm.replica import shared_state
 from .swarm.rounds import Rounds
 from .swarm.shards import SHARDS, assign
-from .swarm.state import Applied, SharedState, genesis_hash
+from .swarm.state import SharedState, genesis_hash
 from .swarm.state_server import Servable, StateServer, servable
 from .swarm.updates import UpdateStore
 
@@ -111,8 +106,7 @@ class Node:
         self.warmup: dict[str, float] = {}
         self.rounds: Rounds | Gossip | None = None
         self.theta0: np.ndarray | None = None  # gossip mode: what all sums start from, and the log until it runs
-        self._first_log: UpdateLog | None = None
-        self._log_parts: dict[str, np.ndarray | bytes] = {}
+        self.first_log: UpdateLog | None = None
         self.members: Members | None = None
         self.closers: list[Callable[[], Any]] = []
         self._owned: list[asyncio.Task[Any]] = []
@@ -120,11 +114,11 @@ class Node:
         self.started = asyncio.Event()
         if not config.node.wait_for_start:
             self.started.set()
-        self.proofs = BanProofs(self)
+        self.proofs, self.saving = BanProofs(self), Saving(self)
         self._held = False
         self._heard_from: set[str] = set()
         self._started_at = self.clock.now()
-        self._traffic_before: dict[str, int] = {}
+        self.traffic_before: dict[str, int] = {}
         self._observed: dict[str, tuple[str, str]] = {}  # by peer: where we dialed it, and where it saw us
 
     @property
@@ -325,14 +319,14 @@ class Node:
         """A newcomer's first state."""
         if self.gossips:
             self.theta0, snapshot = await self.entry.first_snapshot(self.learner.layout.size)
-            self._first_log = UpdateLog.from_snapshot(
+            self.first_log = UpdateLog.from_snapshot(
                 self.theta0, rules_of(self.config), snapshot, contributions=contributions_of(self)
             )
-            self.state = shared_state(self._first_log)
+            self.state = shared_state(self.first_log)
             return
         self.state = await self.entry.first_state(self.learner.layout.size)
         if self.state.round > 0:
-            await self.keep_records(await self.records(self.mesh.connected(), self.state))
+            await self.saving.keep_records(await self.records(self.mesh.connected(), self.state))
 
     def _check_size(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state.theta.size != self.learner.layout.size:
@@ -389,35 +383,17 @@ class Node:
             for update in self.journal.updates:  # what was said just before a death
                 self.recording.update(update)
             self.journal.on_update = self.recording.update
-        self._make_keeper()
-
-    def _make_keeper(self) -> None:
-        self.keeper = Keeper(
-            data=self.data,
-            checkpoints=self.checkpoints,
-            commits=self.commit_file,
-            journal=self.journal,
-            store=self.store,
-            book=self.book,
-            learner=self.learner,
-            evaluate_every=self.config.node.eval_every_rounds,
-            rounds_max=self.config.run.sync.rounds_max,
-            extra=lambda: {"deadlines": self.deadlines.snapshot(), "traffic": self.traffic(), "warmup": self.warmup},
-            say=self.say,
-            more=lambda: self._log_parts,
-            final=self._is_final if self.gossips else None,
-            **({"updates_round": lambda state: self._ring_round()} if self.config.run.sync.mode == "hybrid" else {}),
-        )
+        self.saving.make_keeper()
 
     # ------------------------------------------------------------------------------------------------ running
 
     async def _begin(self, checkpoint: Checkpoint | None) -> None:
         """Restore or store the first state, start membership, dial, run the rounds to their end."""
         if checkpoint is not None:
-            await self.clock.run(lambda: self._restore(checkpoint))
+            await self.clock.run(lambda: self.saving.restore(checkpoint))
         else:
             self.phase = "measuring the first state"
-            await self.clock.run(self._first_save)
+            await self.clock.run(self.saving.first)
         self._make_rounds()
         assert self.rounds is not None and self.members is not None
         self.own(self.members.run())
@@ -445,9 +421,9 @@ class Node:
     def _make_rounds(self) -> None:
         self.members = make_members(self)
         if self.gossips:
-            assert self._first_log is not None and self.theta0 is not None
+            assert self.first_log is not None and self.theta0 is not None
             make = make_hybrid if self.config.run.sync.mode == "hybrid" else make_gossip
-            self.rounds = make(self, self._first_log, self.theta0)
+            self.rounds = make(self, self.first_log, self.theta0)
         else:
             self.rounds = make_rounds(self, load_log(self.commit_file.records, self.state, self.run_))
         self.mesh.serve("State", StateServer(self.clock, self._served_state).serve)
@@ -466,43 +442,6 @@ class Node:
                 self.say("the run's last round is done", round=self.rounds.state.round)
                 return self._leave.set()
 
-    def _first_save(self) -> None:
-        self.learner.load(self.state.theta)
-        if self.gossips:
-            if self._first_log is None or self.theta0 is None:
-                self.theta0 = self.state.theta
-                self._first_log = new_log(self, self.theta0)
-            self._log_parts = log_parts(self._first_log, self.theta0)
-        self.keeper.checkpoint(self.state)
-        if self.state.round == 0:
-            self.keeper.record(self.state, None, None, None, self.traffic())
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Exact resume: state, book, learner; then what the journal has beyond the checkpoint is booked again."""
-        self.state = checkpoint.state
-        self.book = Book.from_arrays(checkpoint.book)
-        self.deadlines.restore(checkpoint.extra.get("deadlines", {}))
-        self.warmup = checkpoint.extra.get("warmup", {})
-        self._traffic_before = checkpoint.extra.get("traffic", {})
-        self.learner.load(self.state.theta)
-        if checkpoint.learner:
-            self.learner.restore(dict(checkpoint.learner))
-        if self.gossips:
-            self._first_log, self.theta0 = restored_log(self, checkpoint.book)
-        self._make_keeper()
-        self.keeper.last_commit = checkpoint.commit
-        for update in rebook(self.book, self.journal.updates, self._decoded):
-            header = parse_header(Signed.FromString(update.signed))
-            if header.encoding is Encoding.SPARSE:
-                self.store.put(header, update.payload)
-        self.say("restored", round=self.state.round, journaled=len(self.journal.updates))
-
-    def _decoded(self, update: OwnUpdate) -> Sparse | np.ndarray:
-        """What an own update's payload stands for."""
-        if parse_header(Signed.FromString(update.signed)).encoding is Encoding.DENSE:
-            return np.frombuffer(update.payload, "<f4").astype(np.float32)
-        return decode_update(update.payload, self.state.theta.size, self.compression)
-
     async def download(self, lineage: bytes | None, peers: list[str], reason: str) -> SharedState | None:
         """A state from the named peers, for a node that has fallen behind. None when nobody could give it."""
         found = await self.entry.download(self.learner.layout.size, peers, reason)
@@ -510,62 +449,13 @@ class Node:
             return None
         state, commit = found
         if commit:
-            self.keeper.last_commit = commit
+            self.saving.keeper.last_commit = commit
         return state
 
     async def records(self, peers: list[str], state: SharedState) -> list[Commit]:
         """The commits behind a state, oldest first, from whoever of `peers` has them; those that decode and are signed."""
         raw = await fetch_records(self.mesh.open, peers, state.lineage, self.trouble)
         return decode_records(raw, self.run_.id)
-
-    async def keep_records(self, commits: list[Commit]) -> None:
-        """Make these the records on disk, oldest first."""
-        try:
-            raw = [encode_commit(commit).SerializeToString() for commit in commits]
-            await self.clock.run(lambda: self.commit_file.replace(raw))
-        except OSError as error:
-            self.say("commit records not saved", level="warning", cause=error.strerror or str(error))
-
-    async def save(self, applied: Applied | None, checked: Any, work: Work | None) -> bool:
-        """Make the rounds' state durable. Whether it succeeded."""
-        assert self.rounds is not None
-        state, traffic = self.rounds.state, self.traffic()
-        if self.recording is not None and checked is not None:
-            record, commit = self.recording.commit, encode_commit(checked.commit).SerializeToString()
-            await self.clock.run(lambda: record(commit))
-        await self.clock.run(lambda: self.keeper.save(state, applied, checked, work, traffic))
-        if work is not None and work.seconds > 0 and self.members is not None:
-            self.members.set_speed(work.result.weight / work.seconds)
-        return not self.keeper.trouble
-
-    async def save_gossip(self, work: Work | None) -> bool:
-        """Make gossip mode's log, book and learner durable as they are now. Whether it succeeded."""
-        assert isinstance(self.rounds, Gossip) and self.theta0 is not None
-        state, traffic = self.rounds.state, self.traffic()
-        self._log_parts = log_parts(
-            self.rounds.log, self.theta0
-        )  # here, because the worker runs beside what adds to the log
-        await self.clock.run(lambda: self.keeper.save(state, None, None, work, traffic))
-        return not self.keeper.trouble
-
-    async def record_gossip(self, work: Work | None) -> None:
-        """One line of history: what was trained, and the state after it."""
-        assert isinstance(self.rounds, Gossip)
-        state, traffic, published = self.rounds.state, self.traffic(), self.rounds.published
-        await self.clock.run(lambda: self.keeper.record(state, None, None, work, traffic, published))
-        if work is not None and work.seconds > 0 and self.members is not None:
-            self.members.set_speed(work.result.weight / work.seconds)
-
-    def _ring_round(self) -> int:
-        return self.rounds.published if isinstance(self.rounds, Hybrid) else 0
-
-    def _is_final(self, dot: Dot) -> bool:
-        """Gossip mode: whether this update counts, or does not, for good."""
-        log = self.rounds.log if isinstance(self.rounds, Gossip) else self._first_log
-        if isinstance(self.rounds, Hybrid):
-            return self.rounds.is_final(dot)
-        key = (dot.peer, dot.incarnation)
-        return log is not None and (log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq)
 
     async def download_snapshot(self, peer: str, wanted: bytes) -> Snapshot | None:
         """Gossip mode: the state at a peer's floor, for a node that has fallen behind. None when nobody could give it."""
@@ -701,7 +591,7 @@ class Node:
             "control": sent["Control"],
             "state": sent["State"] + sent["Manifest"],
         }
-        return {name: count + int(self._traffic_before.get(name, 0)) for name, count in now.items()}
+        return {name: count + int(self.traffic_before.get(name, 0)) for name, count in now.items()}
 
     def book_law(self) -> dict[str, Any]:
         """Whether residual = learned - adopted - damped holds to the bit, and the residual's L1 norm."""

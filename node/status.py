@@ -54,13 +54,13 @@ def describe(node: Node) -> dict[str, Any]:
         "swarm_samples": rounds.progress.samples + sum(s.samples for s in others if s.open_round == state.round + 1),
         "target_samples": rounds.settings.target_samples,
         "metrics": {k: round(v, 5) for k, v in rounds.progress.metrics.items()},
-        "evaluation": node.keeper.evaluation,
+        "evaluation": node.saving.keeper.evaluation,
         "electorate": list(state.electorate),
         "member": node.identity.peer_id in state.electorate,
         "alive": 1 + len(members.alive()),
         "alone": not members.alive(),
         "bytes": node.traffic(),
-        "disk_trouble": node.keeper.trouble or rounds.journal_trouble,
+        "disk_trouble": node.saving.keeper.trouble or rounds.journal_trouble,
     }
 
 
