@@ -52,6 +52,8 @@ SUM_SECONDS = 3.0
 # Members that watch the ring's samples, to close the round at the target.
 WATCHERS = 2
 LINEAGES_KEPT = 4096
+# By so much a round may be ahead of the one before, as far as a peer knows: numbers on the wire end before a liar's leaps do.
+LEAP_MAX = 2**20
 
 
 @dataclass
@@ -82,7 +84,7 @@ class HybridReplica(Replica):
         return added
 
     def _note(self, header: Header) -> None:
-        self.round_seen = max(self.round_seen, header.round)
+        self.round_seen = max(self.round_seen, min(header.round, self.round_seen + LEAP_MAX))
         self._carried[header.base_lineage] = None
         if len(self._carried) > LINEAGES_KEPT:
             self._carried.popitem(last=False)
@@ -162,7 +164,13 @@ class Hybrid(Gossip):
 
     @property
     def published(self) -> int:
-        """Rounds that this peer has been through, as the swarm counts them."""
+        """Own updates of this life that were put into a ring, whatever became of it."""
+        return self._own.last_seq
+
+    @property
+    def round(self) -> int:
+        """The last round that this peer has been through, as the swarm counts them. It names rings and no more: a liar can
+        make it leap."""
         return self._round
 
     def summary(self) -> Summary:
@@ -234,9 +242,10 @@ class Hybrid(Gossip):
         return RingPlace(nonce=nonce, lineage=ring.lineage if ring else b"", samples=self.progress.samples)
 
     def _on_request(self, peer: str, request: RingRequest) -> None:
-        if len(request.nonce) != NONCE_BYTES or not 0 < request.round < 2**62:
-            raise PeerFault("bad_ring", f"asks for round {request.round}")
-        draw = self._drawer.requested(self._clock.now(), peer, request.round, request.nonce, self._alive())
+        if len(request.nonce) != NONCE_BYTES or not request.round:
+            raise PeerFault("bad_ring", f"asks for round {request.round} with a nonce of {len(request.nonce)} bytes")
+        round_ = min(request.round, self._next_round() + LEAP_MAX)
+        draw = self._drawer.requested(self._clock.now(), peer, round_, request.nonce, self._alive())
         if draw is None:
             return
         envelope = Envelope(ring_draw=RingDraw.FromString(draw.encoded))
@@ -251,7 +260,9 @@ class Hybrid(Gossip):
         seeker, swarm = self._seeker, 1 + len(self._alive())
         if seeker is None or self._draw.done() or draw.members.get(self.me) != seeker.nonce:
             return
-        if draw.round < seeker.round or draw.peers < SWARM_SHARE_MIN * swarm or len(draw.members) > self._size_max:
+        if not seeker.round <= draw.round <= seeker.round + 2 * LEAP_MAX or len(draw.members) > self._size_max:
+            return
+        if draw.peers < SWARM_SHARE_MIN * swarm:
             return
         self._drawing.observe(Wait.ROSTER, self._clock.now() - seeker.since)
         self._draw.set_result(draw)
@@ -423,7 +434,7 @@ class Hybrid(Gossip):
     async def entered(self, phase: Phase) -> None:
         """The ring's ballot has entered a phase."""
         self.progress.phase = phase.value
-        await self._hold(phase.value, self._round + 1)
+        await self._hold(phase.value, self.published + 1)
 
     # ------------------------------------------------------------------------------------------------ closing
 
@@ -432,7 +443,7 @@ class Hybrid(Gossip):
         progress.steps += 1
         progress.samples += stats.samples
         progress.metrics = dict(stats.metrics)
-        await self._hold("training", self._round + 1)
+        await self._hold("training", self.published + 1)
         ring, now = self._ring, self._clock.now()
         if ring is None:
             return
@@ -450,8 +461,12 @@ class Hybrid(Gossip):
             return
         total = self.progress.samples + sum(ring.samples.values())
         elapsed = self._clock.now() - max(ring.drawn_at, self._round_started)
-        if total >= self.settings.target_samples:
-            self.ballot.feed(CloseRound(f"{total} samples reach the target of {self.settings.target_samples}"))
+        size, full = len(ring.draw.members), min(self._size_max, ring.draw.peers)
+        target = -(
+            -self.settings.target_samples * size // max(size, full)
+        )  # a smaller ring is done as soon as a full one
+        if total >= target:
+            self.ballot.feed(CloseRound(f"{total} samples reach the target of {target}"))
         elif elapsed >= self.settings.round_seconds_max:
             self.ballot.feed(CloseRound(f"{elapsed:.1f} s reach the limit at {total} samples"))
         elif self._leaving or self.quiet:
