@@ -94,11 +94,12 @@ class SyncConfig(Table):
     """Gossip: a dead member holds up compaction for this long; one that returns later takes a snapshot."""
     target_samples: int = Field(default=4096, ge=1)
     """A round closes when all peers together have scored so many completions (in gossip mode: a peer publishes when it has
-    scored so many itself). Fewer: more, shorter rounds and more traffic; sparse exchange likes them."""
+    scored so many itself; in hybrid mode: a full ring's members together). Fewer: more, shorter rounds and more traffic; sparse
+    exchange likes them."""
     round_seconds_max: float = Field(default=300.0, gt=0, le=86_400)
     """It closes after this time in any case, so that a target never reached does not stall the run."""
     rounds_max: int = Field(default=0, ge=0)
-    """The run ends after so many rounds (in gossip mode: a peer's own updates); 0 means never."""
+    """The run ends after so many rounds (in gossip and hybrid mode: a peer's own updates); 0 means never."""
     outer: Literal["sgd", "nesterov"] = "sgd"
     """Outer optimizer. "sgd" with rate 1 is averaging, best for RL; "nesterov" is for long runs."""
     outer_lr: float = Field(default=1.0, gt=0, le=10)
