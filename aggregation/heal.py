@@ -129,7 +129,9 @@ def merged(one: Snapshot, one_weight: int, two: Snapshot, two_weight: int) -> Sn
         floor=floor,
         weight=max(one.weight + two_weight, two.weight + one_weight),
         frontier=floor,
-        base=sha256(b"shoal/v1/merged\0", one.hash, two.hash),
+        # The shares are in the name: weights are those of the moment of meeting, and two pairs that average the same states
+        # with others must not call the results the same.
+        base=sha256(b"shoal/v1/merged\0", one.hash, two.hash, part.to_bytes(8, "big"), whole.to_bytes(8, "big")),
         limits={key: max(limit, floor.seq(*key)) for key, limit in limits.items()},
         proofs=tuple(sorted({f.dot: f for f in two.proofs + one.proofs}.values(), key=lambda fork: fork.dot)),
         inner={

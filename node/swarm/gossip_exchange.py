@@ -166,7 +166,7 @@ class GossipExchange:
         staged: list[tuple[Header, bytes]] | None = None
         if (decision.kind is Kind.MERGE and averaging) or decision.kind is Kind.TAKE:
             staged = []  # until all is here: to give up our side before theirs has come would be to learn nothing for a while
-        if decision.kind is Kind.KEEP:
+        if decision.kind is Kind.KEEP and not self._moved(ours):
             self._decided(decision.kind, ours, theirs, want.concurrent_weight)
         elif decision.kind is Kind.ADD:
             self.replica.hear(theirs)
@@ -181,14 +181,30 @@ class GossipExchange:
             if not sender.done():
                 sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-        if decision.kind is Kind.TAKE:
+        if decision.kind in (Kind.KEEP, Kind.TAKE) and self._moved(ours):
+            return self._again(peer)
+        if decision.kind is Kind.TAKE and self._replaced_whole(theirs):
+            got = set()  # what they have comes with their state (_catch_up); until then ours stays as it is
+        elif decision.kind is Kind.TAKE:
             self._decided(decision.kind, ours, theirs, our_weight)
             got = {(h.dot.peer, h.dot.incarnation) for h, payload in staged or () if self._take(peer, h, payload)}
         elif staged is not None:
             self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
         if got:
             self._grew(got, peer)
-        await self._catch_up(peer, ours, theirs, decision.kind, wanted)
+        await self._catch_up(peer, theirs, decision.kind, wanted)
+
+    def _moved(self, ours: Hello) -> bool:
+        """Whether another exchange has been faster, and this side is no longer what the hello shows: then nothing that follows
+        from the hello is true any more."""
+        log = self.replica.log
+        return log.base != ours.base or any(s > log.limits.get(k, s) for k, (s, _) in ours.tops.items())
+
+    def _replaced_whole(self, theirs: Hello) -> bool:
+        """Whether we, the loser, cannot come to the winner's state by updates: sums from different averages, or an earlier
+        healing ended chains here that the winner goes on with. Then its state and its limits replace ours."""
+        log = self.replica.log
+        return log.base != theirs.base or any(theirs.tops.get(k, (0,))[0] > s for k, s in log.limits.items())
 
     def _decided(self, kind: Kind, ours: Hello, theirs: Hello, loser_weight: int) -> None:
         """One side is heavier."""
@@ -222,7 +238,7 @@ class GossipExchange:
             if fork is not None and disputed and theirs.frontier.get((origin, incarnation), (0,))[0] < seq:
                 self._send_proof(peer, fork)
 
-    async def _catch_up(self, peer: str, ours: Hello, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
+    async def _catch_up(self, peer: str, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
         """Take the state at the other's floor where its log cannot help any more."""
         replica = self.replica
         for one in wanted:
@@ -231,9 +247,7 @@ class GossipExchange:
             elif kind is Kind.ADD:
                 self._starved[one.key] = self._starved.get(one.key, 0) + 1
         forced = kind is Kind.TAKE and (
-            theirs.base != replica.log.base
-            or any(s > replica.log.vector.seq(*k) for k, (s, _) in theirs.frontier.items())
-            or any(theirs.tops.get(k, (0,))[0] > s for k, s in ours.limits.items())  # their limits replace ours
+            self._replaced_whole(theirs) or any(s > replica.log.vector.seq(*k) for k, (s, _) in theirs.frontier.items())
         )
         behind = any(
             theirs.frontier.get(key, (0,))[0] >= seq > replica.log.vector.seq(*key)
