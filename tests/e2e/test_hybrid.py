@@ -12,7 +12,7 @@ from .harness import QUADRATIC, Node, swarm
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 HYBRID = QUADRATIC.replace("[run.sync]", '[run.sync]\nmode = "hybrid"\ngossip_seconds = 0.5\nring_size_max = 3')
-ROUNDS = 12
+ROUNDS = 40
 
 
 def rounds_of(node: Node) -> int:
@@ -29,7 +29,7 @@ def rounds_of(node: Node) -> int:
     ],
 )
 def test_a_member_of_a_ring_dies_or_stands_still_and_comes_back(tmp_path: Path, phase: str, how: str) -> None:
-    with swarm(tmp_path, HYBRID, rounds=ROUNDS, round_seconds=5) as one:
+    with swarm(tmp_path, HYBRID, rounds=ROUNDS, round_seconds=5, target_samples=600) as one:
         one.found()
         for _ in range(3):
             one.join()
