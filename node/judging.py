@@ -74,6 +74,7 @@ def connect(node: Any) -> None:
         count=table.peers,
         quorum=table.quorum,
         budget_seconds=table.budget_seconds,
+        run=asyncio.to_thread,  # the clock has one worker, and the learner waits in it for the peers' answers
         trouble=node.trouble,
         say=node.say,
     )

@@ -50,6 +50,7 @@ class PeerJudges:
         count: int,
         quorum: int,
         budget_seconds: float,
+        run: Callable[[Callable[[], Scores]], Awaitable[Scores]] | None = None,
         trouble: Callable[[str, BaseException], None] = lambda where, error: None,
         say: Callable[..., None] = lambda *a, **k: None,
     ) -> None:
@@ -57,10 +58,13 @@ class PeerJudges:
         Args:
             judge: this node's own judge; blocking.
             count, quorum: peers asked, and answers needed for a verdict.
+            run: runs `judge` for others, not in the thread that asks: peers that wait for each other there would wait out
+                the budget. Default `clock.run`.
             trouble: told of every transfer that failed.
         """
         self._open, self._alive, self._clock, self._rng = open_stream, alive, clock, rng
         self._judge, self._count, self._quorum, self._budget_s = judge, count, quorum, budget_seconds
+        self._run = run or clock.run
         self._trouble, self._say = trouble, say
         self.trust = Trust()
         self._failures: dict[str, int] = {}  # in a row, by peer
@@ -189,7 +193,7 @@ class PeerJudges:
 
     async def _judged(self, groups: list[Group]) -> JudgeReply:
         try:
-            scores = await self._clock.run(lambda: self._judge(groups))
+            scores = await self._run(lambda: self._judge(groups))
         except Exception as error:  # a model, a server or a user's function: anything may come out of it
             self._say("cannot judge for a peer", level="warning", cause=f"{type(error).__name__}: {error}")
             return JudgeReply(refusal="this peer's judge failed")

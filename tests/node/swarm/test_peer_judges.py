@@ -6,15 +6,18 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.judging import Group, Scores
+from shoal.node.judging import Group, Scores, connect
+from shoal.node.rl.config import JudgeConfig
 from shoal.node.swarm.peer_judges import JUDGE, PeerJudges, decode_groups, encode_groups
 from shoal.protocol import limits
+from shoal.protocol.clock import RealClock
 from shoal.protocol.errors import PeerFault
 from shoal.protocol.transport import Stream
 from shoal.protocol.wire_pb2 import JudgeReply, JudgeRequest
@@ -253,3 +256,40 @@ def test_any_bytes_are_groups_or_a_fault(payload: bytes) -> None:
         assert decode_groups(payload)
     except PeerFault as fault:
         assert fault.kind == "bad_message"
+
+
+def test_peers_that_ask_each_other_at_once_do_not_wait_for_each_other() -> None:
+    """Each asks in its learner's thread, the only worker of its clock, which is busy until the other has judged."""
+    net, asks, clocks = MemoryNet({}), {}, {"a": RealClock(), "b": RealClock()}
+
+    def connected(name: str, other: str) -> None:
+        judging = SimpleNamespace(
+            asks_peers=True, judge=lambda groups: TRUTH, use_peers=lambda ask: asks.__setitem__(name, ask)
+        )
+        config = JudgeConfig(ask="peers", peers=1, quorum=1, budget_seconds=30.0)
+        node = SimpleNamespace(
+            learner=SimpleNamespace(judging=judging),
+            config=SimpleNamespace(run=SimpleNamespace(judge=config)),
+            mesh=SimpleNamespace(
+                open=net.opener(name), serve=lambda method, handler: net.handlers.__setitem__(name, handler)
+            ),
+            members=SimpleNamespace(alive=lambda: {other}),
+            clock=clocks[name],
+            rng=random.Random(0),
+            trouble=lambda where, error: None,
+            say=lambda *a, **k: None,
+        )
+        connect(node)
+
+    async def test() -> None:
+        connected("a", "b")
+        connected("b", "a")
+        both = [clocks[name].run(lambda name=name: asks[name](GROUPS)) for name in "ab"]
+        verdicts = await asyncio.wait_for(asyncio.gather(*both), 20)
+        assert all(verdict is not None and verdict.scores == TRUTH for verdict in verdicts)
+
+    try:
+        asyncio.run(test())
+    finally:
+        for clock in clocks.values():
+            clock.close()
