@@ -162,6 +162,7 @@ class Node:
         if self.rounds is not None and not work.done():
             started = self.clock.now()
             pushed = await self.rounds.leave(grace * 0.5)
+            self.started.set()  # nobody waits for the start of what is over
             left = max(1.0, grace - (self.clock.now() - started))
             await asyncio.wait({work}, timeout=left)
             self.say("leaving", pushed=pushed, round=self.rounds.state.round)

@@ -17,7 +17,7 @@ from shoal.node.store.journal import Journal
 from shoal.protocol.errors import ExitCode
 from shoal.protocol.identity import Identity
 
-from .harness import Node, swarm
+from .harness import QUADRATIC, Node, swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -249,3 +249,12 @@ def test_an_invite_leads_a_restart_to_a_member_that_moved(tmp_path: Path) -> Non
         together = max(one.rounds()) + 2
         one.wait_round(together)
         one.assert_same_history(from_round=together)
+
+
+@pytest.mark.parametrize("mode", ["ring", "gossip"])
+def test_a_node_that_has_not_begun_to_train_leaves_at_once(tmp_path: Path, mode: str) -> None:
+    template = QUADRATIC.replace("[run.sync]", f'[run.sync]\nmode = "{mode}"')
+    with swarm(tmp_path, template) as one:
+        founder = one.found(SHOAL_NODE__WAIT_FOR_START="true", SHOAL_NODE__LEAVE_GRACE_SECONDS="3600")
+        founder.signal(signal.SIGTERM)
+        assert founder.wait_exit(30) == 0, founder.tail()
