@@ -234,10 +234,9 @@ class Checkers:
         Where a sum is known no more, because its log was compacted while this peer was away, they are taken for adopted whole.
         """
         held, unknown = np.zeros(adopted.size, np.int64), list[np.ndarray]()
-        for dot, where in self.ledger.summed(rounds.state.vector, adopted.size).items():
+        for dot, where in self.ledger.summed(rounds.state.vector, peer.peer_id).items():
             said = next(iter(self.ledger.said.get(dot, {}).values()), None)
-            mine = dot.peer == peer.peer_id and dot.incarnation >= peer.first_incarnation
-            if not mine or said is None or said.fixed is None:
+            if dot.incarnation < peer.first_incarnation or said is None or said.fixed is None:
                 continue
             rest = np.zeros(adopted.size, np.int64)
             rest[said.fixed[0]] = said.fixed[1]

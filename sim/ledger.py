@@ -101,6 +101,7 @@ class Said:
     values: Values = None  # sparse ones as decoded
     term: tuple[np.ndarray, np.ndarray] | None = None  # gossip mode: indices and int64 contributions; None: void
     ring: Combined | None = None  # hybrid mode: what a combined update says
+    where: np.ndarray | None = None  # and the coordinates int64 [k] of its sum
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Ledger:
         fixed: tuple[np.ndarray | None, np.ndarray] | None = None
         values: Values = None
         if header.encoding is Encoding.COMBINED:
-            said = Said(header, None, ring=decode_combined(payload))
+            ring = decode_combined(payload)
+            said = Said(header, None, ring=ring, where=read_sum(ring.sum, d)[0])
             by_hash[header.update_hash] = self._said_by_head[head_of(header)] = said
             return
         if header.encoding is Encoding.DENSE:
@@ -298,10 +300,13 @@ class Ledger:
                     break
                 head = said.header.previous_head
 
-    def summed(self, vector: VersionVector, d: int) -> dict[Dot, np.ndarray]:
-        """Hybrid mode: inner updates below a vector, and the coordinates int64 [k] of the sum that each is in."""
-        rings = [said.ring for _, said in self.included(vector) if said is not None and said.ring is not None]
-        return {dot: where for ring in rings for where in [read_sum(ring.sum, d)[0]] for dot in ring.dots}
+    def summed(self, vector: VersionVector, peer: str) -> dict[Dot, np.ndarray]:
+        """Hybrid mode: a peer's inner updates below a vector, and the coordinates int64 [k] of the sum that each is in."""
+        found: dict[Dot, np.ndarray] = {}
+        for _, said in self.included(vector):
+            if said is not None and said.ring is not None and said.where is not None:
+                found |= {dot: said.where for dot in said.ring.dots if dot.peer == peer}
+        return found
 
     def _add_ring(self, total: np.ndarray, ring: Combined, sync: SyncConfig, compression: Compression) -> str | None:
         """Add what a ring's updates come to, computed once more by reference.py. What is wrong with the ring, if anything."""
