@@ -152,8 +152,10 @@ class Chains:
         return [key for key, chain in self._chains.items() if theirs.seq(*key) < chain.floor[0]]
 
     def disagreements(self, theirs: VersionVector) -> list[tuple[Key, int]]:
-        """(key, seq) where our head is another than theirs: to be bisected. Where their chain is the longer one, only they
-        can see it, in our vector."""
+        """(key, seq) where our head is another than theirs: the chain is to be fetched from its start.
+
+        Where their chain is the longer one, only they can see it, in our vector.
+        """
         found: list[tuple[Key, int]] = []
         for key, top in theirs.entries.items():
             if top == self._tops.get(key):

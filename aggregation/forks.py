@@ -1,4 +1,4 @@
-"""Two chains under one name: the head after a header, the proof of equivocation, and the search for where chains part.
+"""Two chains under one name: the head after a header, and the proof of equivocation.
 
 Pure. Does not verify signatures: whoever takes a header or a proof from the wire does that first. A head covers the body
 that its origin signed, not the signature: two valid signatures under one body are one update, not a fork.
@@ -41,33 +41,3 @@ class Fork:
     @property
     def dot(self) -> Dot:
         return self.first.dot
-
-
-class Bisection:
-    """Finds the first seq at which two chains under one key differ, by asking for O(log seq) of the other's heads.
-
-    `while (seq := search.question) is not None: search.answer(<our head at seq>, <theirs>)`; then `search.first` is the
-    disputed seq, whose two headers are the proof. Equal heads at one seq mean equal chains up to it, so halving is sound.
-    """
-
-    def __init__(self, same: int, differ: int) -> None:
-        """`same`: highest seq at which both are known to agree (0: nothing). `differ`: one at which they do not."""
-        if not 0 <= same < differ:
-            raise ValueError(f"chains that agree at {same} cannot first differ by {differ}")
-        self._same = same
-        self.first = differ  # so far
-
-    @property
-    def question(self) -> int | None:
-        """The next seq to ask about; None when `first` is final."""
-        return (self._same + self.first) // 2 if self.first - self._same > 1 else None
-
-    def answer(self, ours: bytes | None, theirs: bytes | None) -> None:
-        """Heads at `question`. None: that side keeps it no more and counts it as final, so both are taken to agree there."""
-        seq = self.question
-        if seq is None:
-            raise ValueError("nothing was asked")
-        if ours is None or theirs is None or ours == theirs:
-            self._same = seq
-        else:
-            self.first = seq

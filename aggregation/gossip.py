@@ -199,7 +199,7 @@ class UpdateLog:
         """What this header is to the log.
 
         The second value is the other header of a FORK, which completes the proof. A FORK without one does not continue
-        our chain: the two part below it, where bisecting with the sender finds the proof.
+        our chain: the two part below it, where the sender's chain from its start shows the proof.
         """
         dot = header.dot
         key = (dot.peer, dot.incarnation)
@@ -270,7 +270,7 @@ class UpdateLog:
         return self._chains.compacted_for(theirs)
 
     def disagreements(self, theirs: VersionVector) -> list[tuple[Key, int]]:
-        """(key, seq) of unequal heads, to be bisected (`Chains.disagreements`)."""
+        """(key, seq) of unequal heads (`Chains.disagreements`)."""
         return self._chains.disagreements(theirs)
 
     def payload(self, dot: Dot) -> bytes:

@@ -18,7 +18,7 @@ behind and need a snapshot, but no two logs count differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..protocol.version import VersionVector
@@ -79,11 +79,6 @@ class Stability:
     def alone(self) -> bool:
         """Whether no other view of this epoch was met yet."""
         return self._alone
-
-    @property
-    def waiting_for(self) -> frozenset[str]:
-        """Members not known to hold the present minimum."""
-        return self._members - self._view.holders
 
     def mine(self, durable: VersionVector, frontier: VersionVector, members: frozenset[str]) -> VersionVector | None:
         """Our own word, now.
@@ -156,14 +151,3 @@ class Stability:
 
 def _higher(one: Mapping[Key, Top], two: Mapping[Key, Top]) -> dict[Key, Top]:
     return {key: max(one.get(key, NOTHING), two.get(key, NOTHING)) for key in one.keys() | two.keys()}
-
-
-def to_bitmap(peers: frozenset[str], order: Sequence[str]) -> bytes:
-    """Bit i, least significant first, says whether order[i] is in `peers`; peers outside `order` are left out."""
-    bits = sum(1 << i for i, peer in enumerate(order) if peer in peers)
-    return bits.to_bytes((len(order) + 7) // 8, "little")
-
-
-def from_bitmap(bitmap: bytes, order: Sequence[str]) -> frozenset[str]:
-    """Inverse of `to_bitmap`. Bits beyond `order` are ignored."""
-    return frozenset(peer for i, peer in enumerate(order) if i < 8 * len(bitmap) and bitmap[i // 8] >> i % 8 & 1)

@@ -1,9 +1,8 @@
 """What a commit proves, who may vote next, and the chain of commits: ancestry, forks, and which side of a fork wins.
 Pure.
 
-`verify_commit` is for catch-up: it needs nothing but the commit's bytes and the electorate of its round. `CommitLog`
-keeps the records of the last `COMMIT_RECORDS_KEPT` rounds, on every branch that was heard of, so that the point of a
-fork is known; what it cannot know it says.
+`CommitLog` keeps the records of the last `COMMIT_RECORDS_KEPT` rounds, on every branch that was heard of, so that the point of
+a fork is known; what it cannot know it says.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from . import limits, wire_pb2
+from . import limits
 from .ballot_rules import CheckedCommit, check_commit, electorate_after
-from .ballot_wire import decode_commit
 
 __all__ = [
     "CheckedCommit",
@@ -24,15 +22,7 @@ __all__ = [
     "Winner",
     "check_commit",
     "electorate_after",
-    "verify_commit",
 ]
-
-
-def verify_commit(
-    wire: wire_pb2.Commit, electorate: Collection[str], round_: int, base_lineage: bytes, run_id: bytes
-) -> CheckedCommit:
-    """A commit as it came from a peer: form, signatures, and enough votes of `electorate`. Raises PeerFault."""
-    return check_commit(decode_commit(wire, run_id), electorate, round_, base_lineage)
 
 
 class Winner(Enum):

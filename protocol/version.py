@@ -1,14 +1,13 @@
 """Names and order of updates and states: dots, heads, version vectors, lineage.
 
 Pure. In ring mode two states compare by lineage ancestry, in gossip mode by vectors; equal seq with unequal heads is
-CONCURRENT in either. Lineage ancestry needs the kept commit records and is decided by whoever has them
-(`compare_lineages` takes the ancestry as a function).
+CONCURRENT in either. Lineage ancestry needs the kept commit records and is decided by whoever has them (commit.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -114,14 +113,3 @@ class VersionVector:
 @lru_cache(maxsize=1 << 16)  # vectors are hashed often, and few of their entries change in between
 def _line(key: tuple[str, int], top: tuple[int, bytes]) -> bytes:
     return f"{key[0]} {key[1]} {top[0]} {top[1].hex()}".encode()
-
-
-def compare_lineages(mine: bytes, theirs: bytes, is_ancestor: Callable[[bytes, bytes], bool]) -> Order:
-    """Order of two ring states. `is_ancestor(a, b)`: a lies on the chain that ends in b, as far as records are kept."""
-    if mine == theirs:
-        return Order.EQUAL
-    if is_ancestor(mine, theirs):
-        return Order.BEFORE
-    if is_ancestor(theirs, mine):
-        return Order.AFTER
-    return Order.CONCURRENT

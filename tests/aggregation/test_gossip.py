@@ -9,7 +9,7 @@ import pytest
 
 from shoal.aggregation.compress import Compression, decode, encode
 from shoal.aggregation.contributions import Contributions, GossipRules
-from shoal.aggregation.forks import Bisection, Fork, head_of
+from shoal.aggregation.forks import Fork, head_of
 from shoal.aggregation.gossip import UpdateLog, Verdict
 from shoal.aggregation.merge import apply_fixed, contribution
 from shoal.protocol.ballot_messages import Encoding
@@ -211,31 +211,20 @@ def test_compacted_updates_cannot_be_given_and_are_named() -> None:
     assert log.weight_beyond(behind) == 6  # what is kept
 
 
-def test_two_sides_of_a_fork_find_it_by_bisecting() -> None:
+def test_two_sides_of_a_fork_take_back_what_it_disputes() -> None:
     common = chain("ada", 4)
     one, two = log_of(chain("ada", 5, after=common)), log_of(chain("ada", 3, seed=1, after=common))
     assert one.disagreements(two.vector) == [(ADA, 7)]
     assert two.disagreements(one.vector) == []  # ours is shorter: they see it
     assert one.lacks(two.vector, 10**9) == []  # of no use to them
-    search = Bisection(0, 7)
-    while (seq := search.question) is not None:
-        search.answer(one.head_at(ADA, seq), two.head_at(ADA, seq))
-    assert search.first == 5
-    headers = [log.header_at(ADA, search.first) for log in (one, two)]
+    assert [one.head_at(ADA, seq) == two.head_at(ADA, seq) for seq in (4, 5, 7)] == [True, False, False]
+    headers = [log.header_at(ADA, 5) for log in (one, two)]
     assert headers[0] is not None and headers[1] is not None
     for log in (one, two):
         result = log.retract(Fork(headers[0], headers[1]))
         assert not result.conflict and not result.below_frontier and "taken back" in result.reason
     assert state(one) == state(two) == state(log_of(common))
     assert list(one.proofs) == ["ada"]
-
-
-def test_bisection_refuses_nonsense() -> None:
-    for same, differ in ((-1, 3), (3, 3)):
-        with pytest.raises(ValueError, match="agree"):
-            Bisection(same, differ)
-    with pytest.raises(ValueError, match="asked"):
-        Bisection(2, 3).answer(NO_HEAD, NO_HEAD)
 
 
 def test_heads_headers_and_payloads_are_there_while_they_are_kept() -> None:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.aggregation.forks import Bisection, Fork
+from shoal.aggregation.forks import Fork
 from shoal.aggregation.gossip import UpdateLog, Verdict
 from shoal.aggregation.stability import Stability
 from shoal.protocol.version import VersionVector
@@ -124,21 +124,6 @@ def test_two_logs_that_exchange_what_they_lack_become_equal(
     assert state(one) == state(two)
 
 
-@given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 200), st.integers(0, 200))
-def test_unequal_heads_are_bisected_in_log_seq_questions(ours: int, theirs: int, common: int, compacted: int) -> None:
-    first = min(common, ours - 1, theirs - 1) + 1
-    differ = min(ours, theirs)
-    compacted = min(compacted, first - 1)
-    search = Bisection(0, differ)
-    asked = 0
-    while (seq := search.question) is not None:
-        asked += 1
-        head = b"same" if seq < first else None
-        search.answer(None if seq <= compacted else head or b"ours", head or b"theirs")
-    assert search.first == first
-    assert asked <= differ.bit_length()
-
-
 @given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 5), st.permutations(range(6)))
 def test_order_of_proofs_frontiers_and_updates_does_not_matter(
     disputed: int, final: int, again: int, order: list[int]
@@ -210,10 +195,9 @@ class Peer:
                 two.learn(fork)
         for one, two in ((self, other), (other, self)):
             for key, seq in one.log.disagreements(two.log.vector):
-                search = Bisection(0, seq)
-                while (at := search.question) is not None:
-                    search.answer(one.log.head_at(key, at), two.log.head_at(key, at))
-                headers = [peer.log.header_at(key, search.first) for peer in (one, two)]
+                heads = [(at, one.log.head_at(key, at), two.log.head_at(key, at)) for at in range(1, seq + 1)]
+                first = next(at for at, a, b in heads if None not in (a, b) and a != b)
+                headers = [peer.log.header_at(key, first) for peer in (one, two)]
                 if headers[0] is not None and headers[1] is not None:
                     fork = Fork(headers[0], headers[1])
                     one.learn(fork)

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.protocol import limits
 from shoal.protocol.ballot_messages import Commit, Exchange, Value, Vote
-from shoal.protocol.ballot_wire import encode_commit, vote_signer
-from shoal.protocol.commit import CommitLog, Winner, check_commit, electorate_after, verify_commit
+from shoal.protocol.ballot_wire import decode_commit, encode_commit, vote_signer
+from shoal.protocol.commit import CommitLog, Winner, check_commit, electorate_after
 from shoal.protocol.errors import PeerFault
 from shoal.protocol.identity import Identity
 from shoal.protocol.version import sha256
@@ -64,7 +64,7 @@ def test_a_split_commit_needs_no_majority_and_is_marked():
     assert check_commit(commit_of(value_of(roster="ab", split=True), "a", split=True), E, 1, ROOT).split
 
 
-def test_verify_commit_checks_the_signatures():
+def test_a_commit_from_the_wire_has_its_signatures_checked():
     members = [Identity.generate(bytes([i]) * 32) for i in range(3)]
     names = [m.peer_id for m in members]
     value = value_of(roster=names)
@@ -73,9 +73,9 @@ def test_verify_commit_checks_the_signatures():
         vote = Vote(member.peer_id, 1, ROOT, 0, value.hash)
         votes.append(replace(vote, signed=vote_signer(member, RUN)(vote)))
     wire = encode_commit(Commit(0, value, tuple(votes)))
-    assert verify_commit(wire, names, 1, ROOT, RUN).signers == frozenset(names[:2])
+    assert check_commit(decode_commit(wire, RUN), names, 1, ROOT).signers == frozenset(names[:2])
     with pytest.raises(PeerFault):
-        verify_commit(wire, names, 1, ROOT, sha256(b"another run"))
+        decode_commit(wire, sha256(b"another run"))
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from shoal.protocol.version import (
     Dot,
     Order,
     VersionVector,
-    compare_lineages,
     genesis_lineage,
     next_head,
     next_lineage,
@@ -124,25 +123,3 @@ def test_hashes_of_chains_depend_on_every_part_and_on_their_purpose() -> None:
         genesis_lineage(NO_HEAD, "h", b""),
     }
     assert len(chained) == 6
-
-
-@given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), max_size=6))
-def test_lineages_compare_by_ancestry(mine: list[str], theirs: list[str]) -> None:
-    """Lineages as words over {a, b}: ancestry is being a prefix."""
-
-    def lineage(word: list[str]) -> bytes:
-        value = genesis_lineage(b"run", "ann", b"state")
-        for letter in word:
-            value = next_lineage(value, letter.encode())
-        return value
-
-    ancestors = {lineage(w): [lineage(w[:n]) for n in range(len(w))] for w in (mine, theirs)}
-    found = compare_lineages(lineage(mine), lineage(theirs), lambda a, b: a in ancestors.get(b, ()))
-    if mine == theirs:
-        assert found is Order.EQUAL
-    elif theirs[: len(mine)] == mine:
-        assert found is Order.BEFORE
-    elif mine[: len(theirs)] == theirs:
-        assert found is Order.AFTER
-    else:
-        assert found is Order.CONCURRENT
