@@ -8,7 +8,7 @@ each commit to a peer drawn at random; everything else, who gets it from whom an
 Ring mode: every round's state hash is compared with what each real peer wrote into its history, and the last one with its
 checkpoint. Gossip mode has no rounds: when all recorded updates are everywhere, the hash is compared with the checkpoints.
 
-Does not cover: dense exchanges, whose reduced chunks are not recorded; healed sides of a partition in gossip mode, since what
+Does not cover: hybrid mode; dense exchanges, whose reduced chunks are not recorded; healed sides of a partition in gossip mode, since what
 was taken back is not recorded either; the language model's warm-up.
 """
 
@@ -115,6 +115,8 @@ def load(folders: Sequence[Path]) -> Run:
         raise _unfit(f"{len(manifests)} different manifests", "Give the folders of one run.")
     (manifest,) = manifests
     run_id, config = run_id_of(manifest), run_from_manifest(manifest)
+    if config.sync.mode == "hybrid":
+        raise _unfit("a run in hybrid mode", "Record a run in ring or gossip mode.")
     genesis = open_genesis(Signed.FromString((folders[0] / "genesis").read_bytes()), run_id)
     peers, updates, commits = [], {}, {}
     for folder in folders:
