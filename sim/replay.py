@@ -8,8 +8,8 @@ each commit to a peer drawn at random; everything else, who gets it from whom an
 Ring mode: every round's state hash is compared with what each real peer wrote into its history, and the last one with its
 checkpoint. Gossip mode has no rounds: when all recorded updates are everywhere, the hash is compared with the checkpoints.
 
-Does not cover: hybrid mode; dense exchanges, whose reduced chunks are not recorded; healed sides of a partition in gossip mode, since what
-was taken back is not recorded either; the language model's warm-up.
+Does not cover: hybrid mode; dense exchanges, whose reduced chunks are not recorded; healed sides of a partition in gossip mode,
+since what was taken back is not recorded either; the language model's warm-up.
 """
 
 from __future__ import annotations
