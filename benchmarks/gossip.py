@@ -222,7 +222,7 @@ def main() -> None:
     started = time.process_time()
     if options.what == "bytes":
         found = bytes_sent((options.peers or [64])[0], seed=options.seed)
-        keep("bytes", found)
+        keep(f"bytes {found['peers']}", found)
         print(json.dumps(found), flush=True)
     else:
         for peers in options.peers or [8, 16, 32, 64, 128, 256, 512]:
