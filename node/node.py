@@ -44,6 +44,7 @@ from .saving import Saving
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir, damaged
+from .store.journal import FILE as JOURNAL_FILE
 from .store.journal import Journal, JournalFull
 from .store.recording import Recording
 from .swarm.gossip import Gossip
@@ -198,6 +199,11 @@ class Node:
         del self.warnings[:-100]
         self.say(text, level="warning")
 
+    def _warn_of_cut(self, path: Path, cut_bytes: int) -> None:
+        """A power cut tears the last record; more than that is damage, and what it held must be asked of the others."""
+        if cut_bytes:
+            self.warn(f"{path} ended in {cut_bytes} bytes that are no whole record; they were cut off")
+
     # ------------------------------------------------------------------------------------------------ start
 
     async def _live(self) -> None:
@@ -210,6 +216,7 @@ class Node:
         self.say = self.host.logs(path, node.log_level, self.identity.peer_id)
         self.journal = Journal(self.data.journal, disk=self.host.disk)
         self.closers.append(self.journal.close)
+        self._warn_of_cut(self.data.journal / JOURNAL_FILE, self.journal.cut_bytes)
         if not self.journal.incarnation:
             self.journal.start_incarnation(now_wall=self.clock.wall())
         self.lives = OwnLives(self.journal, self.clock, begun=self._new_life, say=self.say)
@@ -365,6 +372,7 @@ class Node:
         self.compression = self.config.run.parsed_compression()
         self.checkpoints = Checkpoints(self.data.checkpoints, node.keep_checkpoints, disk=self.host.disk)
         self.commit_file = CommitFile(self.data.commits, disk=self.host.disk)
+        self._warn_of_cut(self.data.commits, self.commit_file.cut_bytes)
         self.closers.append(self.commit_file.close)
         self.book = Book(d)
         self.store = UpdateStore(

@@ -103,7 +103,8 @@ class Run:
                 self.admission.load(saved["admission"])
                 self.bans = Bans.from_dict(saved["bans"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise damaged(self._data.secrets, repr(error)) from None
+                why = f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+                raise damaged(self._data.secrets, why) from None
         if founding and mode == "token":
             self.admission.key = self._random_bytes(32)
         if self.invite is not None and self.invite.token and not self.admission.key:

@@ -35,6 +35,7 @@ class CommitFile:
                 break
             self.records.append(body)
             end += _HEAD.size + size
+        self.cut_bytes = len(data) - end  # from the first record that could not be read on
         disk.truncate(self._descriptor, end)
         self._end = end
         disk.sync_folder(path.parent)

@@ -87,6 +87,7 @@ class Journal:
         self._superseded = 0  # bytes of ballot records that a later one replaced
         self._ballot_size = 0
         self._renamed = True  # the folder entry of the file may not be on disk yet
+        self.cut_bytes = 0  # of the file, from the first record that could not be read on
         self._replay()
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -107,6 +108,7 @@ class Journal:
             self._disk.sync(self._descriptor)
         # What follows is a torn write: it must not be read as records after a later, shorter append.
         if data.count(0, at) != len(data) - at:
+            self.cut_bytes = len(data.rstrip(b"\0")) - at
             self._disk.truncate(self._descriptor, at)
             self._disk.sync(self._descriptor)
             self._allocated = at

@@ -258,3 +258,19 @@ def test_a_node_that_has_not_begun_to_train_leaves_at_once(tmp_path: Path, mode:
         founder = one.found(SHOAL_NODE__WAIT_FOR_START="true", SHOAL_NODE__LEAVE_GRACE_SECONDS="3600")
         founder.signal(signal.SIGTERM)
         assert founder.wait_exit(30) == 0, founder.tail()
+
+
+def test_a_damaged_journal_or_commit_file_is_said_and_the_node_goes_on(tmp_path: Path) -> None:
+    with swarm(tmp_path, QUADRATIC) as s:
+        node = s.found()
+        s.wait_round(2)
+        node.kill()
+        for path in (node.data_dir / "journal" / "journal", node.data_dir / "commits"):
+            whole = bytearray(path.read_bytes())
+            whole[10] ^= 0x55
+            path.write_bytes(whole)
+        node.start("up")
+        s.wait(lambda: bool((node.status() or {}).get("ready")), "it is ready again")
+        warnings = (node.status() or {})["warnings"]
+        assert sum("no whole record; they were cut off" in text for text in warnings) == 2
+        s.wait_round(3)

@@ -94,6 +94,23 @@ def test_compaction_keeps_seq_head_ballot_and_what_is_named(tmp_path: Path) -> N
     assert not empty.updates and empty.last_seq == 6 and empty.last_head != NO_HEAD
 
 
+def test_what_damage_cuts_off_is_counted_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start_incarnation()
+    journal.append_update(update(journal, 1))
+    journal.close()
+    path = tmp_path / FILE
+    whole = bytearray(path.read_bytes())
+    used = len(whole.rstrip(b"\0"))
+    whole[10] ^= 0x55  # in the first record, so that nothing can be read
+    path.write_bytes(whole)
+    damaged = Journal(tmp_path)
+    assert damaged.incarnation == 0 and damaged.cut_bytes == used
+    damaged.start_incarnation()
+    damaged.close()
+    assert Journal(tmp_path).cut_bytes == 0
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.binary(max_size=40))
 def test_any_torn_tail_leaves_a_prefix(tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes) -> None:

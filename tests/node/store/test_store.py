@@ -175,7 +175,7 @@ def test_commits_are_appended_cut_and_bounded(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"\0\0\0\7torn")
     again = CommitFile(path, kept=4)
-    assert again.records == [b"commit%d" % i for i in range(5, 9)]
+    assert again.records == [b"commit%d" % i for i in range(5, 9)] and again.cut_bytes == 8
     again.append(b"next")
     again.replace([b"new"])
     again.append(b"newer")
