@@ -212,8 +212,9 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     heal_s, cut_s = Setting().heal_s, Setting().cut_s
-    figure, axes = pyplot.subplots(len(CELLS), 2, figsize=(10, 2.3 * len(CELLS)), dpi=70, squeeze=False)
-    for (whole, close), cell in zip(axes, CELLS, strict=True):
+    cells = [cell for cell in CELLS if name_of(*cell) in figures]
+    figure, axes = pyplot.subplots(len(cells), 2, figsize=(10, 2.3 * len(cells)), dpi=70, squeeze=False)
+    for (whole, close), cell in zip(axes, cells, strict=True):
         found = next(iter(figures[name_of(*cell)].values()))
         curves = found["curves"]
         at = [row[0] - heal_s for row in curves]
