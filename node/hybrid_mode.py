@@ -18,7 +18,8 @@ from .ring_mode import merge_rules
 from .store.journal import Journal
 from .swarm.ballot_driver import BallotDriver
 from .swarm.dense_exchange import DenseExchange
-from .swarm.hybrid import Hybrid, HybridReplica
+from .swarm.hybrid import Hybrid
+from .swarm.hybrid_replica import HybridReplica
 from .swarm.hybrid_seal import Sealing
 from .swarm.ring_exchange import RingExchange
 from .swarm.state import SharedState

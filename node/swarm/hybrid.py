@@ -18,15 +18,12 @@ Does not cover: who is drawn (hybrid_draw.py), the log's upkeep (gossip.py), dec
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...aggregation.gossip import Added
-from ...aggregation.snapshots import INNER_KEPT
 from ...protocol import ballot_wire
 from ...protocol.ballot import CloseRound, LocalResult, MembersDead, Phase
 from ...protocol.ballot_messages import Header, parse_header
@@ -42,18 +39,15 @@ from ..store.journal import Journal, JournalFull
 from .ballot_driver import BallotDriver
 from .gossip import Gossip
 from .hybrid_draw import REPEAT_SECONDS, Drawer, Seeker
+from .hybrid_replica import LEAP_MAX, HybridReplica
 from .hybrid_seal import Sealing, Settling
 from .local_work import Place, Work
-from .replica import Replica
 from .state import SharedState
 
 # After its ring has decided a peer waits for the sum before it trains on, but not longer than this.
 SUM_SECONDS = 3.0
 # Members that watch the ring's samples, to close the round at the target.
 WATCHERS = 2
-LINEAGES_KEPT = 4096
-# By so much a round may be ahead of the one before, as far as a peer knows: numbers on the wire end before a liar's leaps do.
-LEAP_MAX = 2**20
 
 
 @dataclass
@@ -65,47 +59,6 @@ class Ring:
     drawn_at: float
     left: set[str] = field(default_factory=set)  # members that are in no such ring, or no more
     samples: dict[str, int] = field(default_factory=dict)  # by other member
-
-
-class HybridReplica(Replica):
-    """A replica in whose log an own update counts by the sum that it is in."""
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._carried: OrderedDict[bytes, None] = OrderedDict()  # lineages of rings whose sum came in lately
-        self.round_seen = 0
-        self.on_sum: Callable[[], None] = lambda: None
-
-    def add(self, header: Header, payload: bytes) -> Added:
-        added = super().add(header, payload)
-        self._note(header)
-        self._settle_with_log()
-        self.on_sum()
-        return added
-
-    def _note(self, header: Header) -> None:
-        self.round_seen = max(self.round_seen, min(header.round, self.round_seen + LEAP_MAX))
-        self._carried[header.base_lineage] = None
-        if len(self._carried) > LINEAGES_KEPT:
-            self._carried.popitem(last=False)
-
-    def _settle_with_log(self) -> None:
-        """Own updates count where the sum that they are in was thinned out to, and where the log includes it."""
-        for dot in self._book.dots():
-            if not self._book.adopted(dot) and (where := self.log.counted_at(dot)) is not None:
-                self._book.narrow(dot, where)
-        super()._settle_with_log()
-
-    def recent_own(self) -> list[Dot]:
-        """Own updates on record that may still come to count."""
-        return self._book.dots()[-INNER_KEPT:]
-
-    def carries(self, lineage: bytes) -> bool:
-        """Whether the sum of a ring of late came in."""
-        return lineage in self._carried
-
-    def _included(self, dot: Dot) -> bool:
-        return self.log.counts(dot)
 
 
 class Hybrid(Gossip):
