@@ -146,8 +146,4 @@ class Saving:
     def _is_final(self, dot: Dot) -> bool:
         """Gossip mode: whether this update counts, or does not, for good."""
         node = self._node
-        log = node.rounds.log if isinstance(node.rounds, Gossip) else node.first_log
-        if isinstance(node.rounds, Hybrid):
-            return node.rounds.is_final(dot)
-        key = (dot.peer, dot.incarnation)
-        return log is not None and (log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq)
+        return isinstance(node.rounds, Gossip) and node.rounds.is_final(dot)

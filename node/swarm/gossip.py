@@ -36,6 +36,8 @@ from .state import SharedState
 
 # An exchange that shows that another is needed is followed by it after this pause: two that cannot agree yet must not spin.
 AGAIN_SECONDS = 0.5
+# Sums that were made in several places at once have found their winner after this time.
+RIVALS_SECONDS = 120.0
 # A checkpoint holds the whole log: a new one is written when the log has grown by this share, but not after less than this part
 # of `save_seconds`, after which one is written anyway.
 SAVE_GROWTH = 0.25
@@ -116,6 +118,7 @@ class Gossip:
         self.durable_round = self.state.round
         self._saved_at, self._saved_bytes, self._saved_digest = clock.now(), replica.log.log_bytes, replica.log.digest
         self._saving = asyncio.Lock()
+        self._replaced = (0, -RIVALS_SECONDS)  # sums replaced when last looked, and since when there are so many
         self._stopping = asyncio.Event()
         self._leaving = False
         self._wake = asyncio.Event()
@@ -146,6 +149,19 @@ class Gossip:
     @property
     def finished(self) -> bool:
         return 0 < self.settings.rounds_max <= self.published
+
+    def is_final(self, dot: Dot) -> bool:
+        """Whether an own update counts, or does not, for good.
+
+        Nothing is for a while after another sum took the place of ours: averages that were made in several places at once may
+        still replace each other, whatever each of them calls final.
+        """
+        now = self._clock.now()
+        if self.replica.replaced != self._replaced[0]:
+            self._replaced = self.replica.replaced, now
+        log, key = self.log, (dot.peer, dot.incarnation)
+        past = log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq
+        return past and now - self._replaced[1] >= RIVALS_SECONDS
 
     def summary(self) -> Summary:
         """What membership carries of us. `lineage` names the vector; the hash is left out while nobody has computed it."""

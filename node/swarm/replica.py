@@ -75,6 +75,7 @@ class Replica:
         self._stability = Stability(me, self._head_at)
         self._state: tuple[bytes, SharedState] | None = None
         self._floor: tuple[int, Snapshot, bytes] | None = None
+        self.replaced = 0  # sums that took the place of ours
 
     def _head_at(self, key: Key, seq: int) -> bytes | None:
         return self.log.head_at(key, seq)
@@ -320,6 +321,7 @@ class Replica:
                 self.log.add(header, payload)
         self._stability = Stability(self.me, self._head_at)
         self._durable = VersionVector({})
+        self.replaced += 1
         self._owe(before)
 
 
