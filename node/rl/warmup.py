@@ -25,6 +25,8 @@ FIRST_INDEX = 1 << 40  # examples from a part of the training stream that RL doe
 CHECK_STEPS = 20  # steps between looks at the sampled reward
 CHECK_PROMPTS = 128
 RATE_END = 0.1  # of the learning rate, reached linearly: the noise of a constant rate would hide what was learned
+# Share of the time that counts as none of it when the rate is decayed by time.
+TIME_SLACK = 0.25
 LOSS_DECAY = 0.95  # of the running mean that is reported
 
 
@@ -55,7 +57,9 @@ def run_warmup(
             found = measure(loaded, task, config=grpo, prompts=prompts, rewards=rewards, examples=sample)
             if found["reward"] >= config.target_reward:
                 break
-        done = max(step / config.steps, (clock() - start) / config.seconds_max)
+        # By time only where steps are clearly too slow: two warm-ups of one seed are to end with the same bits.
+        late = ((clock() - start) / config.seconds_max - TIME_SLACK) / (1 - TIME_SLACK)
+        done = max(step / config.steps, late)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * (1 - (1 - RATE_END) * min(1.0, done))
         examples = []
