@@ -45,5 +45,5 @@ def test_ten_minutes_apart(mode: str, parts: int, rule: str) -> None:
     assert max(found["learned"]) < 0.25  # every part went on without the others
     assert found["equal_s"] is not None and found["equal_s"] <= 45.0
     assert found["back_s"] is not None and found["back_rounds"] <= 4
-    # Nobody's work is added twice: the end is better than the best part was.
-    assert found["loss_end"] < found["best"]
+    # Nobody's work is added twice or lost for long: a minute later all are where the best part was, but for noise.
+    assert found["loss_end"] < 1.05 * found["best"]

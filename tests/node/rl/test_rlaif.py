@@ -261,6 +261,7 @@ def peers_of(seed, liars):
     return ask, me
 
 
+@pytest.mark.slow
 def test_peers_judge_and_one_of_four_that_lies_changes_nothing(data):
     """Within the spread of seeds, and better than the same liar among judges that are all believed alike would be."""
     outcomes = {}
