@@ -81,8 +81,16 @@ EVERYBODY = {"p0", "p1", "p2", "p3"}
 MODES = ["ring", "gossip"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+def _each_kind() -> list[object]:
+    """Every kind in every mode; in every run each kind in one of the modes, by turns."""
+    cases = [(kind, mode, i, j) for i, kind in enumerate(KINDS) for j, mode in enumerate(MODES)]
+    return [
+        pytest.param(kind, mode, marks=[] if i % len(MODES) == j else [pytest.mark.slow], id=f"{kind}-{mode}")
+        for kind, mode, i, j in cases
+    ]
+
+
+@pytest.mark.parametrize(("kind", "mode"), _each_kind())
 def test_the_others_agree_and_learn_on(kind: str, mode: str) -> None:
     report = swarm(mode, kind).report
     assert report.loss_first is not None and report.loss_last is not None

@@ -20,6 +20,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant) -> None:
     assert done.returncode == CAUGHT and done.stdout.strip(), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "byzantine", "mode"), sorted({(m.seed, m.byzantine, m.mode) for m in SIMULATED}, key=str)
 )
