@@ -24,7 +24,20 @@ from shoal.node.config import RunConfig, manifest_bytes
 from shoal.node.observe.control import ControlServer
 from shoal.protocol.errors import ExitCode, ShoalError
 
-COMMANDS = ["demo", "up", "join", "status", "peers", "invite", "leave", "doctor", "eval", "export", "dpo", "reward-model"]
+COMMANDS = [
+    "demo",
+    "up",
+    "join",
+    "status",
+    "peers",
+    "invite",
+    "leave",
+    "doctor",
+    "eval",
+    "export",
+    "dpo",
+    "reward-model",
+]
 DOCS = Path(__file__).parents[2] / "docs" / "commands.md"
 
 STATUS = {
