@@ -118,6 +118,7 @@ class Gossip:
         self.durable_round = self.state.round
         self._saved_at, self._saved_bytes, self._saved_digest = clock.now(), replica.log.log_bytes, replica.log.digest
         self._saving = asyncio.Lock()
+        self._no_rivals = False
         self._replaced = (0, -RIVALS_SECONDS)  # sums replaced when last looked, and since when there are so many
         self._stopping = asyncio.Event()
         self._leaving = False
@@ -156,12 +157,16 @@ class Gossip:
         Nothing is for a while after another sum took the place of ours: averages that were made in several places at once may
         still replace each other, whatever each of them calls final.
         """
+        log, key = self.log, (dot.peer, dot.incarnation)
+        past = log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq
+        return past and self._no_rivals
+
+    def _look_for_rivals(self) -> None:
+        """Before a save, whose worker has no clock."""
         now = self._clock.now()
         if self.replica.replaced != self._replaced[0]:
             self._replaced = self.replica.replaced, now
-        log, key = self.log, (dot.peer, dot.incarnation)
-        past = log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq
-        return past and now - self._replaced[1] >= RIVALS_SECONDS
+        self._no_rivals = now - self._replaced[1] >= RIVALS_SECONDS
 
     def summary(self) -> Summary:
         """What membership carries of us. `lineage` names the vector; the hash is left out while nobody has computed it."""
@@ -311,6 +316,7 @@ class Gossip:
             vector, round_ = self.log.vector, self.state.round
             self._saved_at, self._saved_bytes = self._clock.now(), self.log.log_bytes
             self._saved_digest = self.log.digest
+            self._look_for_rivals()
             if await self._save(work):
                 self.replica.made_durable(vector)
                 self.durable_round = round_
