@@ -14,14 +14,13 @@ from ..protocol.rings import verify_combined
 from .config import Config
 from .gossip_mode import Variant, make_gossip
 from .learner import LocalResult
-from .ring_mode import merge_rules
+from .ring_mode import make_exchange, merge_rules
 from .store.journal import Journal
 from .swarm.ballot_driver import BallotDriver
 from .swarm.dense_exchange import DenseExchange
 from .swarm.hybrid import Hybrid
 from .swarm.hybrid_replica import HybridReplica
 from .swarm.hybrid_seal import Sealing
-from .swarm.ring_exchange import RingExchange
 from .swarm.state import SharedState
 
 if TYPE_CHECKING:
@@ -84,16 +83,7 @@ def make_hybrid(node: Node, log: UpdateLog, theta0: np.ndarray) -> Hybrid:
     async def saved() -> bool:
         return True  # a ring's round stands on its draw alone
 
-    exchange = RingExchange(
-        me=me,
-        clock=clock,
-        open_stream=mesh.open,
-        store=node.store,
-        is_dead=lambda peer: peer in members.dead(),
-        on_arrival=lambda: hybrid.ballot.report_held(),
-        on_trouble=node.trouble,
-        before_payload=exchanging,
-    )
+    exchange = make_exchange(node, lambda: hybrid.ballot.report_held(), exchanging)
     dense = DenseExchange(
         me=me,
         clock=clock,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -85,6 +85,24 @@ def make_members(node: Node) -> Members:
     )
 
 
+def make_exchange(
+    node: Node, on_arrival: Callable[[], None], before_payload: Callable[[], Awaitable[None]]
+) -> RingExchange:
+    """The sparse exchange of a ring; see `RingExchange` for the arguments."""
+    members = node.members
+    assert members is not None
+    return RingExchange(
+        me=node.identity.peer_id,
+        clock=node.clock,
+        open_stream=node.mesh.open,
+        store=node.store,
+        is_dead=lambda peer: peer in members.dead(),
+        on_arrival=on_arrival,
+        on_trouble=node.trouble,
+        before_payload=before_payload,
+    )
+
+
 def make_rounds(node: Node, log: CommitLog) -> Rounds:
     """Ring mode from its parts; registers the streams that others open to us."""
     sync, rules, members, d = node.config.run.sync, merge_rules(node.config), node.members, node.learner.layout.size
@@ -94,16 +112,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
     async def exchanging() -> None:
         await node.hold("exchanging", rounds.state.round + 1)
 
-    exchange = RingExchange(
-        me=me,
-        clock=clock,
-        open_stream=mesh.open,
-        store=node.store,
-        is_dead=lambda peer: peer in members.dead(),
-        on_arrival=lambda: rounds.ballot.report_held(),
-        on_trouble=node.trouble,
-        before_payload=exchanging,
-    )
+    exchange = make_exchange(node, lambda: rounds.ballot.report_held(), exchanging)
     dense = DenseExchange(
         me=me,
         clock=clock,

@@ -68,17 +68,6 @@ def newest_policy(data_dir: Path) -> Iterator[tuple[Any, str]]:
         learner.close()
 
 
-def free_folder(folder: Path) -> None:
-    """Raises ShoalError unless a result can be written there."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ShoalError(
-            f"{folder} is in the way.",
-            values="found an existing file or a folder that is not empty, expected a new or empty folder",
-            todo="Choose another folder, or remove this one.",
-            code=ExitCode.FAILED,
-        )
-
-
 def run_export(data_dir: Path, out: Path, *, merged: bool) -> dict[str, Any]:
     """Write the newest state as a PEFT adapter or a whole model. Raises ShoalError."""
     from ..rl.export import export_adapter, export_merged

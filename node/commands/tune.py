@@ -86,7 +86,7 @@ def dpo(
     from ..rl.dpo import DpoConfig, train_dpo
     from ..rl.export import export_adapter
     from ..rl.preferences import read_preferences
-    from .artefacts import free_folder
+    from ..store.folders import free_folder
 
     try:
         config = DpoConfig(**settings)
@@ -128,7 +128,7 @@ def reward_model(
     from ..observe.progress import bar
     from ..rl.preferences import read_preferences
     from ..rl.reward_model import RewardModel, train_reward_model
-    from .artefacts import free_folder
+    from ..store.folders import free_folder
 
     free_folder(out)
     pairs = read_preferences(preferences)

@@ -15,6 +15,7 @@ from pathlib import Path
 from peft import PeftModel
 
 from ...protocol.errors import ExitCode, ShoalError
+from ..store.folders import free_folder
 from .models import ADAPTER, LoadedModel
 
 
@@ -90,13 +91,7 @@ def load_adapter(loaded: LoadedModel, folder: Path) -> LoadedModel:
 
 
 def _whole(folder: Path, write: Callable[[Path], None]) -> Path:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ShoalError(
-            f"{folder} is in the way.",
-            values="found an existing file or a folder that is not empty, expected a new or empty folder",
-            todo="Choose another folder, or remove this one.",
-            code=ExitCode.FAILED,
-        )
+    free_folder(folder)
     scratch = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -130,6 +130,21 @@ class Node:
         assert self.process is not None
         self.process.wait(10)
 
+    def strike(self, how: str) -> None:
+        """ "kill" it, or "freeze" it."""
+        if how == "kill":
+            self.kill()
+        else:
+            self.signal(signal.SIGSTOP)
+
+    def bring_back(self, how: str, *arguments: str) -> None:
+        """After `strike` with the same `how`: start it again, with `up` unless told otherwise, or let it go on."""
+        self.release()
+        if how == "kill":
+            self.start(*(arguments or ("up",)))
+        else:
+            self.signal(signal.SIGCONT)
+
     def wait_exit(self, timeout_s: float = DEADLINE_S) -> int:
         assert self.process is not None
         return self.process.wait(timeout_s)

@@ -48,17 +48,10 @@ def test_a_peer_dies_or_stands_still_and_comes_back(tmp_path: Path, phase: str, 
         victim = one.join(SHOAL_NODE__TEST_HOLD=f"{phase}@4")
         one.wait(lambda: victim.holding() == phase, f"held in {phase}")
         survivors = one.nodes[:2]
-        if how == "kill":
-            victim.kill()
-        else:
-            victim.signal(signal.SIGSTOP)
+        victim.strike(how)
         before = min(map(published, survivors))
         one.wait(lambda: min(map(published, survivors)) >= before + 5, "the others go on")
-        victim.release()
-        if how == "kill":
-            victim.start("up")
-        else:
-            victim.signal(signal.SIGCONT)
+        victim.bring_back(how)
         at_rest(one)
 
 

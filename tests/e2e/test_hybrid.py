@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -36,17 +35,10 @@ def test_a_member_of_a_ring_dies_or_stands_still_and_comes_back(tmp_path: Path, 
         victim = one.join(SHOAL_NODE__TEST_HOLD=f"{phase}@3")
         one.wait(lambda: victim.holding() == phase, f"held in {phase}")
         survivors = one.nodes[:-1]
-        if how == "kill":
-            victim.kill()
-        else:
-            victim.signal(signal.SIGSTOP)
+        victim.strike(how)
         before = min(map(rounds_of, survivors))
         one.wait(lambda: min(map(rounds_of, survivors)) >= before + 2, "the others go on")
-        victim.release()
-        if how == "kill":
-            victim.start("up")
-        else:
-            victim.signal(signal.SIGCONT)
+        victim.bring_back(how)
         one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
         status = one.wait_equal()
         # Rings of three from five peers: at least two sums a round once all are there.

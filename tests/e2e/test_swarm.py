@@ -58,16 +58,9 @@ def test_a_member_dies_in_a_phase_and_comes_back(tmp_path: Path, phase: str, how
         survivors = one.nodes[:2]
         one.wait(lambda: victim.holding() == phase, f"held in {phase}")
         before = max(one.rounds(survivors))
-        if how == "kill":
-            victim.kill()
-        else:
-            victim.signal(signal.SIGSTOP)
+        victim.strike(how)
         one.wait_round(before + 3, survivors)
-        victim.release()
-        if how == "kill":
-            victim.start("up")
-        else:
-            victim.signal(signal.SIGCONT)
+        victim.bring_back(how)
         one.wait(lambda: bool((victim.status() or {}).get("member")), "the victim is a member again")
         together = max(one.rounds(survivors)) + 2
         one.wait_round(together)
@@ -167,16 +160,9 @@ def test_a_newcomer_dies_while_it_downloads_and_comes_back(tmp_path: Path, how: 
         one.wait(lambda: all(len((n.status() or {})["electorate"]) == 2 for n in survivors), "two members")
         newcomer = one.join(wait=False, SHOAL_NODE__TEST_HOLD="downloading")
         one.wait(lambda: newcomer.holding() == "downloading", "held while downloading")
-        if how == "kill":
-            newcomer.kill()
-        else:
-            newcomer.signal(signal.SIGSTOP)
+        newcomer.strike(how)
         one.wait_round(max(one.rounds(survivors)) + 3, survivors)
-        newcomer.release()
-        if how == "kill":
-            newcomer.start("join", one.invite)
-        else:
-            newcomer.signal(signal.SIGCONT)
+        newcomer.bring_back(how, "join", one.invite)
         assert_together(one, one.nodes)
 
 
@@ -191,10 +177,7 @@ def test_a_source_dies_while_a_newcomer_downloads_from_it(tmp_path: Path, how: s
         one.invite = source.ask("invite")["invite"]  # names all three
         newcomer = one.join(wait=False, SHOAL_NODE__TEST_HOLD="downloading")
         one.wait(lambda: newcomer.holding() == "downloading", "held while downloading")
-        if how == "kill":
-            source.kill()
-        else:
-            source.signal(signal.SIGSTOP)
+        source.strike(how)
         newcomer.release()
         # A silent source counts as lost only when its connection does.
         one.wait(lambda: bool((newcomer.status() or {}).get("member")), "the newcomer is a member", timeout_s=150)
