@@ -74,7 +74,7 @@ def shoal() -> None:
     "--mode",
     default="ring",
     show_default=True,
-    type=click.Choice(["ring", "gossip"]),
+    type=click.Choice(["ring", "gossip", "hybrid"]),
     help="How updates are exchanged.",
 )
 @click.option("--compression", default=None, help="Preset or density/bits, such as long or 0.05/4. [default: demo]")

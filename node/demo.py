@@ -79,12 +79,16 @@ class Demo:
     def _config_text(self) -> str:
         # Whatever the number of rounds, every peer makes about the same number of samples in all.
         each = self.defaults["rounds"]["samples_per_peer"]
-        in_all = each if self.gossips else self.options.peers * each
-        sync = {
+        together = {"ring": self.options.peers, "gossip": 1, "hybrid": min(self._ring_size_max, self.options.peers)}[
+            self.options.mode
+        ]
+        sync: dict[str, object] = {
             "mode": self.options.mode,
             "rounds_max": self.rounds,
-            "target_samples": max(1, in_all // self.rounds),
+            "target_samples": max(1, together * each // self.rounds),
         }
+        if self.options.mode == "hybrid":
+            sync["ring_size_max"] = self._ring_size_max
         tables = {k: v for k, v in self.defaults.items() if k != "rounds"}
         tables |= {"sync": sync, "membership": {"preset": "local"}}
         top = {"seed": self.options.seed, "name": "demo", "compression": self.compression}
@@ -94,13 +98,24 @@ class Demo:
         return "\n".join(lines) + "\n"
 
     @property
-    def gossips(self) -> bool:
-        """Then there are no rounds: the story goes by the number of updates that each peer has published."""
-        return self.options.mode == "gossip"
+    def _ring_size_max(self) -> int:
+        """In hybrid mode: two rings, however few the peers."""
+        return max(2, -(-self.options.peers // 2))
 
-    def _done(self, status: dict[str, Any]) -> int:
+    @property
+    def gossips(self) -> bool:
+        """Then there are no rounds of all: the story goes by the number of updates that each peer has published."""
+        return self.options.mode != "ring"
+
+    @property
+    def _word(self) -> str:
+        return "update" if self.options.mode == "gossip" else "round"
+
+    def _done(self, peer: DemoPeer) -> int:
         """Rounds, or own updates, that a peer has on disk."""
-        return int(status.get("published" if self.gossips else "saved_round") or 0)
+        if self.options.mode == "hybrid":  # an update is published in the middle of its round
+            return max((int(r.get("published", 0)) for r in read_metrics(peer.data_dir)), default=0)
+        return int(peer.status.get("published" if self.gossips else "saved_round") or 0)
 
     def _records(self) -> dict[str, list[dict[str, Any]]]:
         """The history of each peer, with "step": the round of a record, or which of its own updates it tells of."""
@@ -183,7 +198,7 @@ class Demo:
 
     def _print_rounds(self) -> None:
         alive = [p for p in self.peers if p.running and p.status]
-        done = min((self._done(p.status) for p in alive), default=0)
+        done = min((self._done(p) for p in alive), default=0)
         if done <= self.printed_round:
             return
         everything = [r for rs in self._records().values() for r in rs]
@@ -192,9 +207,9 @@ class Demo:
             records = [r for r in everything if r["step"] == round_]
             updates = len(records) if self.gossips else max((int(r.get("updates", 0)) for r in records), default=0)
             bar = "█" * round(30 * max(0.0, reward)) if reward == reward else ""
-            word = "update" if self.gossips else "round"
             self._say(
-                f"{word} {round_:3d}/{self.rounds}  reward {reward:5.3f} {bar:<30}  {updates} updates, {samples} samples"
+                f"{self._word} {round_:3d}/{self.rounds}  reward {reward:5.3f} {bar:<30}"
+                f"  {updates} updates, {samples} samples"
             )
             self.printed_round = round_
 
@@ -228,9 +243,9 @@ class Demo:
                 victim.status = {}
                 when = f"the exchange of round {self.kill_round}"
                 if self.gossips:
-                    when = f"an exchange, near its update {self.kill_round}"
+                    when = f"an exchange, near its {self._word} {self.kill_round}"
                 self._say(f"killed peer {victim.index} in the middle of {when}")
-            lead = max(self._done(p.status) for p in self.peers)
+            lead = max(self._done(p) for p in self.peers)
             if self.killed_round and not restarted and lead >= self.killed_round + 1:
                 restarted = True
                 (victim.data_dir / "holding").unlink(missing_ok=True)
@@ -260,8 +275,8 @@ class Demo:
         # Each round's dense cost is for the peers that took part in it; the rejoined peer's missed rounds do not count.
         rosters = {r["round"]: int(r["roster"]) for r in everything if "roster" in r}
         if self.gossips:  # as many updates as there are peers make one round
-            included = int(self.peers[0].status["round"])
-            rosters = dict.fromkeys(range(round(included / len(self.peers))), len(self.peers))
+            published = sum(self._done(p) for p in self.peers)
+            rosters = dict.fromkeys(range(round(published / len(self.peers))), len(self.peers))
         return {
             "peers": len(self.peers),
             "rounds": self.rounds,

@@ -149,6 +149,11 @@ class Gossip:
 
     @property
     def finished(self) -> bool:
+        """Whether this peer will publish nothing more, because the run is over for it."""
+        return self._all_published
+
+    @property
+    def _all_published(self) -> bool:
         return 0 < self.settings.rounds_max <= self.published
 
     def is_final(self, dot: Dot) -> bool:
@@ -269,7 +274,7 @@ class Gossip:
 
     async def _train(self) -> None:
         await self._started.wait()
-        while not (self._stopping.is_set() or self.finished or self._leaving or self.quiet):
+        while not (self._stopping.is_set() or self._all_published or self._leaving or self.quiet):
             state = self.state
             self._work.open()
             self.progress.samples = self.progress.steps = 0
@@ -309,7 +314,7 @@ class Gossip:
     def _save_is_due(self) -> bool:
         grown = self.log.log_bytes - self._saved_bytes > SAVE_GROWTH * self._saved_bytes
         waited = (self._clock.now() - self._saved_at) / self.settings.save_seconds
-        return (grown and waited >= SAVE_SHARE_MIN) or waited >= 1 or self.finished or self._leaving
+        return (grown and waited >= SAVE_SHARE_MIN) or waited >= 1 or self._all_published or self._leaving
 
     async def _save_all(self, work: Work | None) -> None:
         async with self._saving:

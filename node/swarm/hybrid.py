@@ -121,6 +121,11 @@ class Hybrid(Gossip):
         return self._own.last_seq
 
     @property
+    def finished(self) -> bool:
+        """Whether the run is over for this peer: its last ring is, and the sums of its rings are in the log or given up."""
+        return self._all_published and self.progress.phase == "finished" and not self.sealing.promised()
+
+    @property
     def round(self) -> int:
         """The last round that this peer has been through, as the swarm counts them. It names rings and no more: a liar can
         make it leap."""
@@ -251,7 +256,7 @@ class Hybrid(Gossip):
 
     async def _train(self) -> None:
         await self._started.wait()
-        while not (self._stopping.is_set() or self.finished or self._leaving or self.quiet):
+        while not (self._stopping.is_set() or self._all_published or self._leaving or self.quiet):
             await self._one_round()
         self.progress.phase = "finished"
 
