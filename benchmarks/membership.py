@@ -14,6 +14,10 @@ intervals at least and four times that at most. Peers begin with everybody's wor
 * *Healing*: a mass restart (all but one get a new process within five seconds, with nobody's word but that one's), and a
   partition into halves; the time until everybody sees everybody alive.
 
+* *Plain SWIM*: `--variant` runs any of these with Lifeguard's parts switched off ("swim": no local health, a fixed suspicion
+  timeout, no word to the suspect that it is one), or without what this repository adds either ("bare": others' verdicts are
+  believed at once, and a process takes no account of having stood still).
+
     python benchmarks/membership.py detection false slow restart partition --peers 100 [--figures docs/scale/membership.json]
 """
 
@@ -25,7 +29,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,9 @@ from shoal.protocol.membership import (
     State,
     Tick,
 )
+from shoal.protocol.membership_table import Member
+from shoal.protocol.rumours import retransmits
+from shoal.protocol.suspicion import Suspicion
 from shoal.sim.link import Link
 from shoal.sim.loop import SimLoop
 from shoal.sim.network import Network, SimHost
@@ -62,13 +69,53 @@ def sign(record: Record) -> Record:
     return replace(record, signed=f"{record.peer}|{record.state}|{record.life}|{record.reporter}".encode())
 
 
+class Swim(Membership):
+    """The same state machine without Lifeguard. Together with FIXED, which switches off the parts that are settings."""
+
+    FIXED = replace(LAN, awareness_max=0, suspicion_max_mult=1.0)
+
+    def _suspect(self, now: float, member: Member, report: Record, reason: str) -> None:
+        super()._suspect(now, member, report, reason)
+        if member.suspicion is not None:
+            member.suspicion.asked = True  # nobody asks
+
+    def _ask(self, peer: str, suspicion: Suspicion) -> None:
+        """No buddy: a suspect hears of it as everybody does."""
+
+    def _send(self, to: str, message: Message, reason: str, first: Iterable[Record] = ()) -> None:
+        """With `first` and the least told, whoever it is about."""
+        chosen = dict.fromkeys(first)
+        room = limits.RUMOURS_PER_MESSAGE_MAX - len(chosen)
+        for peer, report in self._rumours.pick(room, retransmits(self.config.retransmit_mult, self.size)):
+            record = self._lookup(peer, report)
+            if record is not None and record.signed:
+                chosen[record] = None
+        self._out.append(Send(to, replace(message, rumours=tuple(chosen)), reason))
+
+
+class BareSwim(Swim):
+    """Das et al. 2002 as it stands: others' verdicts are believed, and no process knows that it stood still."""
+
+    def _suspect(self, now: float, member: Member, report: Record, reason: str) -> None:
+        if report.state is State.DEAD and member.state in (State.ALIVE, State.SUSPECT):
+            return self._bury(now, member, report, reason)
+        super()._suspect(now, member, report, reason)
+
+    def _account_for_a_stop(self, now: float) -> None:
+        self._last_tick, self._promised = now, float("inf")
+
+
+VARIANTS: dict[str, type[Membership]] = {"ours": Membership, "swim": Swim, "bare": BareSwim}
+
+
 class Peer:
     """One process: a state machine that ticks when it is due."""
 
     def __init__(self, swarm: Swarm, name: str, host: SimHost, boot: int) -> None:
         self.swarm, self.name, self.host = swarm, name, host
         me = Record(name, State.ALIVE, 1, 1, b"%016d" % boot, (f"{host.address}:{boot}",))
-        self.machine = Membership(me, LAN, random.Random(swarm.rng.getrandbits(64)), sign)
+        config = LAN if swarm.machine is Membership else Swim.FIXED
+        self.machine = swarm.machine(me, config, random.Random(swarm.rng.getrandbits(64)), sign)
         self.running, self.stopped = True, False
         self.backlog: list[Event] = []
         self._timer: SimHandle | None = None
@@ -107,7 +154,16 @@ class Peer:
 class Swarm:
     """`changes`: (at, observer, change) of everybody."""
 
-    def __init__(self, n: int, seed: int, *, loss: float = 0.0, acquainted: bool = True) -> None:
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        *,
+        loss: float = 0.0,
+        acquainted: bool = True,
+        machine: type[Membership] = Membership,
+    ) -> None:
+        self.machine = machine
         self.rng = random.Random(f"membership {seed}")
         self.loop = SimLoop()
         link = Link(latency_ms=LATENCY_MS, loss=loss)
@@ -195,8 +251,8 @@ class Swarm:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def detection(n: int, seed: int, kills: int = 20) -> dict[str, Any]:
-    swarm = Swarm(n, seed)
+def detection(n: int, seed: int, machine: type[Membership], kills: int = 20) -> dict[str, Any]:
+    swarm = Swarm(n, seed, machine=machine)
     swarm.run(10.0)
     suspected, dead, by_all = [], [], []
     for _ in range(kills):
@@ -229,8 +285,10 @@ def summary(values: list[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def false_positives(n: int, seed: int, loss: float, slow: bool, minutes: float) -> dict[str, Any]:
-    swarm = Swarm(n, seed, loss=loss)
+def false_positives(
+    n: int, seed: int, machine: type[Membership], loss: float, slow: bool, minutes: float
+) -> dict[str, Any]:
+    swarm = Swarm(n, seed, loss=loss, machine=machine)
     slow_ones = swarm.rng.sample(sorted(swarm.peers), round(SLOW_SHARE * n)) if slow else []
     swarm.run(10.0)
     swarm.slow_down(slow_ones)
@@ -261,8 +319,8 @@ def false_positives(n: int, seed: int, loss: float, slow: bool, minutes: float) 
     }
 
 
-def restart(n: int, seed: int) -> dict[str, Any]:
-    swarm = Swarm(n, seed)
+def restart(n: int, seed: int, machine: type[Membership]) -> dict[str, Any]:
+    swarm = Swarm(n, seed, machine=machine)
     swarm.run(30.0)
     names = sorted(swarm.peers)
     for name in names[1:]:
@@ -274,8 +332,8 @@ def restart(n: int, seed: int) -> dict[str, Any]:
     return {"restarted": n - 1, "whole_after_s": None if healed is None else round(healed, 1)}
 
 
-def partition(n: int, seed: int, minutes: float) -> dict[str, Any]:
-    swarm = Swarm(n, seed)
+def partition(n: int, seed: int, machine: type[Membership], minutes: float) -> dict[str, Any]:
+    swarm = Swarm(n, seed, machine=machine)
     swarm.run(10.0)
     hosts = [swarm.peers[name].host for name in sorted(swarm.peers)]
     swarm.network.cut("halves", hosts[: n // 2], hosts[n // 2 :])
@@ -290,18 +348,22 @@ def partition(n: int, seed: int, minutes: float) -> dict[str, Any]:
     }
 
 
-def measures(name: str, n: int, seed: int, minutes: float, partition_minutes: float) -> dict[str, dict[str, Any]]:
-    match name:
+def measures(what: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    swarm = options.peers, options.seed, VARIANTS[options.variant]
+    match what:
         case "detection":
-            return {"detection": detection(n, seed)}
+            yield "detection", detection(*swarm)
         case "false":
-            return {f"loss {x:g}": false_positives(n, seed, x, False, minutes) for x in (0.0, 0.05, 0.2)}
+            for loss in options.loss or (0.0, 0.05, 0.2):
+                yield f"loss {loss:g}", false_positives(*swarm, loss, False, options.minutes)
         case "slow":
-            return {f"slow, loss {x:g}": false_positives(n, seed, x, True, minutes) for x in (0.0, 0.05)}
+            for loss in options.loss or (0.0, 0.05):
+                yield f"slow, loss {loss:g}", false_positives(*swarm, loss, True, options.minutes)
         case "restart":
-            return {"mass restart": restart(n, seed)}
+            yield "mass restart", restart(*swarm)
         case _:
-            return {f"partition of {partition_minutes:g} min": partition(n, seed, partition_minutes)}
+            minutes = options.partition_minutes
+            yield f"partition of {minutes:g} min", partition(*swarm, minutes)
 
 
 def main() -> None:
@@ -309,6 +371,8 @@ def main() -> None:
     every = ["detection", "false", "slow", "restart", "partition"]
     parser.add_argument("what", nargs="*", default=every, metavar="WHAT", help=", ".join(every))
     parser.add_argument("--peers", type=int, default=100)
+    parser.add_argument("--variant", choices=list(VARIANTS), default="ours")
+    parser.add_argument("--loss", type=float, action="append", help="only this one, of false and slow; may be repeated")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each measurement of false positives, virtual")
     parser.add_argument("--partition-minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -316,9 +380,9 @@ def main() -> None:
     options = parser.parse_args()
     for what in options.what:
         started = time.process_time()
-        for name, found in measures(
-            what, options.peers, options.seed, options.minutes, options.partition_minutes
-        ).items():
+        for name, found in measures(what, options):
+            if options.variant != "ours":
+                name = f"{options.variant}: {name}"
             print(f"{options.peers} peers, {name}: {json.dumps(found)}", flush=True)
             if options.figures:
                 known = json.loads(options.figures.read_text()) if options.figures.exists() else {}
