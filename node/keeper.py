@@ -19,6 +19,7 @@ from ..protocol.ballot_wire import encode_commit
 from ..protocol.commit import CheckedCommit
 from ..protocol.version import Dot
 from .learner import Learner
+from .observe.recurring import Recurring
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir
@@ -31,6 +32,8 @@ from .swarm.updates import UpdateStore
 # Own updates stay on record, and everybody's are served, for this many rounds: a peer that was away for less catches up
 # from them alone, and a short branch can be undone exactly.
 ROUNDS_KEPT = 16
+NOT_SAVED = "not saved: the last checkpoint stays valid, training goes on and nothing is published until this is mended"
+NO_METRICS = "metrics not written"
 
 
 def rebook(
@@ -69,7 +72,7 @@ class Keeper:
         evaluate_every: int,
         rounds_max: int,
         extra: Callable[[], dict[str, Any]],
-        say: Callable[..., None],
+        troubles: Recurring,
         more: Callable[[], dict[str, np.ndarray | bytes]] = lambda: {},
         final: Callable[[Dot], bool] | None = None,
         updates_round: Callable[[SharedState], int] = lambda state: state.round,
@@ -84,7 +87,7 @@ class Keeper:
         self._journal, self._store, self._book, self._learner = journal, store, book, learner
         self._updates_round = updates_round
         self._evaluate_every, self._rounds_max = evaluate_every, rounds_max
-        self._extra, self._say, self._more, self._final = extra, say, more, final
+        self._extra, self._troubles, self._more, self._final = extra, troubles, more, final
         self.evaluation: dict[str, float] = {}
         self.last_commit = b""
         self.trouble = ""
@@ -109,14 +112,10 @@ class Keeper:
             covered = min(state.round, self._checkpoints.oldest_round())
             self._journal.compact({u.dot for u in self._journal.updates if u.round > covered})
             self.trouble = ""
+            self._troubles.over(NOT_SAVED)
         except OSError as error:
             self.trouble = f"{error.strerror or error}"
-            self._say(
-                "not saved: the last checkpoint stays valid, training goes on and nothing is published until this is mended",
-                level="error",
-                cause=self.trouble,
-                folder=str(self._data.path),
-            )
+            self._troubles.wrong(NOT_SAVED, self.trouble, folder=str(self._data.path))
         self._store.drop_before(self._updates_round(state) - ROUNDS_KEPT)
         if applied is not None:
             self.record(state, applied, checked, work, traffic)
@@ -179,5 +178,6 @@ class Keeper:
         self.recent.append(record)
         try:
             append_metrics(self._data.path, record, self._data.disk)
+            self._troubles.over(NO_METRICS)
         except OSError as error:
-            self._say("metrics not written", level="warning", cause=str(error))
+            self._troubles.wrong(NO_METRICS, error.strerror or str(error), level="warning")

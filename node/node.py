@@ -37,6 +37,7 @@ from .entry import SOURCES_MAX, Entry
 from .gossip_mode import contributions_of, make_gossip, rules_of, served
 from .host import Host, Show
 from .hybrid_mode import make_hybrid
+from .observe.recurring import Recurring
 from .own_lives import OwnLives
 from .ring_mode import decode_records, load_log, make_members, make_rounds
 from .run import Run
@@ -66,6 +67,9 @@ LINGER_SECONDS = 10.0
 # first one back must not go on alone while the others are still starting.
 START_GRACE_SECONDS = 20.0
 GOODBYE_SECONDS = 0.3
+
+NO_CACHE = "peer cache not saved"
+NO_JOURNAL = "publishing nothing and not voting: the journal cannot be written"
 
 
 Hook = Callable[["Node"], Awaitable[None]]
@@ -158,7 +162,7 @@ class Node:
         return self._leave.is_set()
 
     async def _goodbye(self, work: asyncio.Task[None]) -> None:
-        """All within the grace time."""
+        """All within the grace time. Raises ShoalError(DISK) when the disk did not take the last state."""
         grace = self._first_config.node.leave_grace_seconds
         if self.rounds is not None and not work.done():
             started = self.clock.now()
@@ -170,6 +174,7 @@ class Node:
             if self.members is not None:
                 self.members.leave()
                 await self.clock.sleep(min(GOODBYE_SECONDS, left))  # best effort; this lets it out
+            await self.saving.last()
 
     async def _close(self, *tasks: asyncio.Task[Any]) -> None:
         self.failed.cancel()
@@ -199,6 +204,12 @@ class Node:
         del self.warnings[:-100]
         self.say(text, level="warning")
 
+    def _journal_trouble(self, why: str) -> None:
+        if why:
+            self.troubles.wrong(NO_JOURNAL, why)
+        else:
+            self.troubles.over(NO_JOURNAL)
+
     def _warn_of_cut(self, path: Path, cut_bytes: int) -> None:
         """A power cut tears the last record; more than that is damage, and what it held must be asked of the others."""
         if cut_bytes:
@@ -214,8 +225,10 @@ class Node:
         self.identity = self.host.identity(self.data.identity)
         self.closers.append(self.identity.close)
         self.say = self.host.logs(path, node.log_level, self.identity.peer_id)
+        self.troubles = Recurring(self.say, asyncio.get_running_loop().time)
         self.journal = Journal(self.data.journal, disk=self.host.disk)
         self.closers.append(self.journal.close)
+        self.journal.on_trouble = self._journal_trouble
         self._warn_of_cut(self.data.journal / JOURNAL_FILE, self.journal.cut_bytes)
         if not self.journal.incarnation:
             self.journal.start_incarnation(now_wall=self.clock.wall())
@@ -563,8 +576,9 @@ class Node:
         try:
             self.data.write(self.data.peers, self.cache.encoded())
             self.run_.save_secrets()
+            self.troubles.over(NO_CACHE)
         except ShoalError as error:
-            self.say("peer cache not saved", level="warning", cause=error.values)
+            self.troubles.wrong(NO_CACHE, error.values, level="warning")
 
     async def hold(self, phase: str, round_: int) -> None:
         """Test-only: wait in a phase while the file `holding` is there. Once per process."""

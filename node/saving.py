@@ -14,11 +14,13 @@ from ..aggregation.compress import Sparse
 from ..aggregation.compress import decode as decode_update
 from ..protocol.ballot_messages import Commit, Encoding, parse_header
 from ..protocol.ballot_wire import encode_commit
+from ..protocol.errors import ExitCode, ShoalError
 from ..protocol.version import Dot
 from ..protocol.wire_pb2 import Signed
 from .gossip_mode import log_parts, new_log, restored_log
 from .keeper import Keeper, rebook
 from .store.checkpoint import Checkpoint
+from .store.datadir import disk_error
 from .store.journal import OwnUpdate
 from .swarm.gossip import Gossip
 from .swarm.hybrid import Hybrid
@@ -27,6 +29,8 @@ from .swarm.state import Applied
 
 if TYPE_CHECKING:
     from .node import Node
+
+NO_RECORDS = "commit records not saved"
 
 
 class Saving:
@@ -50,14 +54,14 @@ class Saving:
             evaluate_every=node.config.node.eval_every_rounds,
             rounds_max=node.config.run.sync.rounds_max,
             extra=lambda: {"deadlines": node.deadlines.snapshot(), "traffic": node.traffic(), "warmup": node.warmup},
-            say=node.say,
+            troubles=node.troubles,
             more=lambda: self._log_parts,
             final=self._is_final if node.gossips else None,
             **({"updates_round": lambda state: self._ring_round()} if node.config.run.sync.mode == "hybrid" else {}),
         )
 
     def first(self) -> None:
-        """The first checkpoint, and the first line of history."""
+        """The first checkpoint, and the first line of history. Raises ShoalError(DISK)."""
         node = self._node
         node.learner.load(node.state.theta)
         if node.gossips:
@@ -65,7 +69,10 @@ class Saving:
                 node.theta0 = node.state.theta
                 node.first_log = new_log(node, node.theta0)
             self._log_parts = log_parts(node.first_log, node.theta0)
-        self.keeper.checkpoint(node.state)
+        try:
+            self.keeper.checkpoint(node.state)
+        except OSError as error:
+            raise disk_error(node.data.path, error) from None
         if node.state.round == 0:
             self.keeper.record(node.state, None, None, None, node.traffic())
 
@@ -103,8 +110,9 @@ class Saving:
         try:
             raw = [encode_commit(commit).SerializeToString() for commit in commits]
             await node.clock.run(lambda: node.commit_file.replace(raw))
+            node.troubles.over(NO_RECORDS)
         except OSError as error:
-            node.say("commit records not saved", level="warning", cause=error.strerror or str(error))
+            node.troubles.wrong(NO_RECORDS, error.strerror or str(error), level="warning")
 
     async def save(self, applied: Applied | None, checked: Any, work: Work | None) -> bool:
         """Make the rounds' state durable. Whether it succeeded."""
@@ -129,6 +137,20 @@ class Saving:
         )  # here, because the worker runs beside what adds to the log
         await node.clock.run(lambda: self.keeper.save(state, None, None, work, traffic))
         return not self.keeper.trouble
+
+    async def last(self) -> None:
+        """Before the node ends: what could not be saved is tried once more. Raises ShoalError(DISK)."""
+        node, trouble = self._node, self.keeper.trouble
+        if not trouble or await (self.save_gossip(None) if node.gossips else self.save(None, None, None)):
+            return
+        assert node.rounds is not None
+        newest = next((path.name for path in node.checkpoints.paths()), "none")
+        raise ShoalError(
+            "Left without saving the last state",
+            values=f"{node.data.path}: {self.keeper.trouble}; state of round {node.rounds.state.round}, newest file {newest}",
+            todo="Mend that and start again: the node goes on from that file and asks the others for what came after it.",
+            code=ExitCode.DISK,
+        )
 
     async def record_gossip(self, work: Work | None) -> None:
         """One line of history: what was trained, and the state after it."""

@@ -60,7 +60,7 @@ def describe(node: Node) -> dict[str, Any]:
         "alive": 1 + len(members.alive()),
         "alone": not members.alive(),
         "bytes": node.traffic(),
-        "disk_trouble": node.saving.keeper.trouble or rounds.journal_trouble,
+        "disk_trouble": node.saving.keeper.trouble or node.journal.trouble,
     }
 
 

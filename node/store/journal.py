@@ -80,6 +80,8 @@ class Journal:
         self.last_head = NO_HEAD
         self.updates: list[OwnUpdate] = []
         self.on_update: Callable[[OwnUpdate], None] = lambda update: None  # told of each that has become durable
+        self.trouble = ""  # why the last record could not be made durable
+        self.on_trouble: Callable[[str], None] = lambda why: None  # told each time, and "" when it is over
         self._ballot: BallotRecord | None = None
         self._lock = threading.RLock()
         self._descriptor = disk.open(self._path)
@@ -195,8 +197,13 @@ class Journal:
             self._disk.sync(self._descriptor)
         except OSError as error:
             self._undo()
-            raise JournalFull(f"{self._path}: {error.strerror or error}") from None
+            self.trouble = f"{self._path}: {error.strerror or error}"
+            self.on_trouble(self.trouble)
+            raise JournalFull(self.trouble) from None
         self._end += len(record)
+        if self.trouble:
+            self.trouble = ""
+            self.on_trouble("")
 
     def _undo(self) -> None:
         """Wipe a record that may be half there: later it must not be found complete."""

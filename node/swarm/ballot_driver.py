@@ -65,7 +65,6 @@ class BallotDriver:
         self._state_saved, self._entered = state_saved, entered
         self.decided: asyncio.Future[CheckedCommit] = asyncio.get_running_loop().create_future()
         self.observers_seen = False  # somebody outside the electorate has asked to be let in
-        self.journal_trouble = ""  # why the journal cannot be written, for status
         self._ballot: b.Ballot | None = None
         self._previous: b.Ballot | None = None
         self._events: asyncio.Queue[tuple[b.Event, int]] = asyncio.Queue()  # with the size of a message taken in
@@ -245,22 +244,18 @@ class BallotDriver:
         """Whether all that a message may reveal is on disk. The ballot counts a record as durable once it asked for it, so
         one that the journal did not take is kept here until it does."""
         saved = await self._state_saved()
-        if self._unsaved is not None and saved:
-            self.journal_trouble = await self._clock.run(lambda: self._try_to_save(self._unsaved))
-            if self.journal_trouble:
-                self._say("not voting: the journal cannot be written", level="error", cause=self.journal_trouble)
-            else:
-                self._unsaved = None
+        if self._unsaved is not None and saved and await self._clock.run(lambda: self._try_to_save(self._unsaved)):
+            self._unsaved = None
         return saved and self._unsaved is None
 
-    def _try_to_save(self, record: b.BallotRecord | None) -> str:
-        """Why it could not be made durable, or "". Returned, not raised: the round may be over before anybody looks."""
+    def _try_to_save(self, record: b.BallotRecord | None) -> bool:
+        """Whether it is durable. Returned, not raised: the round may be over before anybody looks. The journal says why not."""
         try:
             if record is not None:
                 self._journal.save_ballot(record)
-        except JournalFull as error:
-            return str(error)
-        return ""
+        except JournalFull:
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------ exchange
 

@@ -114,7 +114,6 @@ class Gossip:
         self._life_over, self._save, self._record = life_over, save, record
         self._say, self._hold, self._started = say, hold, started
         self.progress = Progress()
-        self.journal_trouble = ""
         self.durable_round = self.state.round
         self._saved_at, self._saved_bytes, self._saved_digest = clock.now(), replica.log.log_bytes, replica.log.digest
         self._saving = asyncio.Lock()
@@ -301,10 +300,8 @@ class Gossip:
             self._life_over()
         try:
             header = await self._work.publish(state, work)
-            self.journal_trouble = ""
-        except JournalFull as error:
-            header, self.journal_trouble = None, str(error)
-            self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
+        except JournalFull:
+            header = None  # the journal has said so; what was learned stays in the residual
         if header is not None:
             self._include_own(header, work)
         await self._record(work)

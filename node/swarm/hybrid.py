@@ -347,10 +347,8 @@ class Hybrid(Gossip):
         header: Header | None = None
         try:
             header = await self._work.publish(state, work, Place(draw.round, lineage, self.sealing.promised()))
-            self.journal_trouble = ""
-        except JournalFull as error:
-            self.journal_trouble = str(error)
-            self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
+        except JournalFull:
+            pass  # the journal has said so; what was learned stays in the residual
         self.ballot.feed(LocalResult(header))
         self.ballot.report_held()
 

@@ -219,7 +219,7 @@ class Sealing:
                 number = self._count() + 1
                 header, payload = await self._clock.run(lambda: self._write(ring, dot, number))
             except JournalFull as error:
-                return self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
+                return self._say("a ring's sum is not published", level="debug", cause=str(error))
             finally:
                 ring.asking = None
             self._include(header, payload, ring)

@@ -169,11 +169,6 @@ class Rounds:
         """The run's last round is in the state and on disk."""
         return 0 < self.settings.rounds_max <= self.durable_round
 
-    @property
-    def journal_trouble(self) -> str:
-        """Why the journal cannot be written, or ""; for status."""
-        return self.ballot.journal_trouble
-
     def summary(self) -> Summary:
         """What membership carries of us."""
         return Summary(
@@ -368,9 +363,8 @@ class Rounds:
         header: Header | None = None
         try:
             header = await self._work.publish(state, work)
-        except JournalFull as error:
-            self.ballot.journal_trouble = str(error)
-            self._say("publishing nothing: the journal cannot be written", level="error", cause=str(error))
+        except JournalFull:
+            pass  # the journal has said so; what was learned stays in the residual
         self.ballot.feed(LocalResult(header))
         self.ballot.report_held()
         return work

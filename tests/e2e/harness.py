@@ -85,7 +85,8 @@ class Node:
         self.process: subprocess.Popen[bytes] | None = None
         self.output = directory / f"{name}.out"
 
-    def start(self, *arguments: str, **environment: str) -> Node:
+    def start(self, *arguments: str, stderr: int | None = None, **environment: str) -> Node:
+        """`stderr`: as for Popen; None: into the file `output`."""
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -101,7 +102,7 @@ class Node:
                 [sys.executable, "-m", "shoal.node.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=output,
+                stderr=output if stderr is None else stderr,
                 env=env,
                 start_new_session=True,
             )

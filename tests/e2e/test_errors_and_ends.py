@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from shoal.node.store.journal import Journal
 from shoal.protocol.errors import ExitCode
 from shoal.protocol.identity import Identity
 
-from .harness import QUADRATIC, Node, swarm
+from .harness import DEADLINE_S, QUADRATIC, Node, swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -229,6 +231,49 @@ def test_a_full_disk_stops_publishing_and_not_training(tmp_path: Path) -> None:
         one.wait_round(together)
         one.assert_same_history(from_round=together)
         assert second.ask("book")["exact"]
+
+
+def test_a_node_that_leaves_on_a_full_disk_says_what_is_not_saved(tmp_path: Path) -> None:
+    """A disk that is full for many rounds is said once each time, and that it is mended; the last one ends in code 8."""
+    import resource
+
+    (tmp_path / "run.toml").write_text(TINY + "[run.sync]\ntarget_samples = 8\n")
+    node = Node(tmp_path, "node")
+    # A pipe, because the limit that stands in for a full disk holds for a log on disk, too.
+    node.start("up", "--config", str(tmp_path / "run.toml"), stderr=subprocess.PIPE)
+    assert node.process is not None
+
+    def wait_rounds(more: int) -> None:
+        target = int((node.status() or {})["round"]) + more
+        wait(lambda: int((node.status() or {"round": -1})["round"]) >= target)
+
+    try:
+        wait(lambda: int((node.status() or {}).get("round", 0)) >= 1)
+        for full in (True, False, True):
+            limit = 1024 if full else resource.RLIM_INFINITY
+            resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            wait(lambda full=full: bool((node.status() or {"disk_trouble": not full})["disk_trouble"]) == full)
+            wait_rounds(4)
+        node.signal(signal.SIGTERM)
+        _, stderr = node.process.communicate(timeout=30)
+    finally:
+        if node.alive:
+            node.kill()
+    text = stderr.decode()
+    assert node.process.returncode == ExitCode.DISK, text
+    ending = text[text.index("shoal: ") :]
+    assert "Left without saving" in ending and os.strerror(errno.EFBIG) in ending and "Traceback" not in text
+    for event in ("not saved", "publishing nothing"):
+        said = [line for line in text.splitlines() if event in line and "over" not in line]
+        assert len(said) == 2, said
+        assert len([line for line in text.splitlines() if f"over: {event}" in line]) == 1
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # poll interval of a bounded wait
 
 
 def test_an_invite_leads_a_restart_to_a_member_that_moved(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from shoal.aggregation.book import Book, to_fixed
 from shoal.aggregation.compress import Compression
 from shoal.node.keeper import ROUNDS_KEPT, Keeper, rebook
+from shoal.node.observe.recurring import Recurring
 from shoal.node.quadratic import QuadraticLearner
 from shoal.node.store.checkpoint import Checkpoint, Checkpoints
 from shoal.node.store.commits import CommitFile
@@ -60,7 +61,7 @@ class Life:
         self.keeper = Keeper(
             data=data, checkpoints=self.checkpoints, commits=CommitFile(data.commits, disk=mine), journal=self.journal,
             store=store, book=self.book, learner=QuadraticLearner(dimension=D, peer_seed=1, seed=1),  # type: ignore[arg-type]
-            evaluate_every=-1, rounds_max=0, extra=dict, say=self._say,
+            evaluate_every=-1, rounds_max=0, extra=dict, troubles=Recurring(self._say, lambda: 0.0),
         )  # fmt: skip
 
     def _say(self, text: str, *, level: str = "info", **values: Any) -> None:
