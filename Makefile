@@ -7,10 +7,12 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+WORKERS ?= logical
 
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt $(PIP_FLAGS)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+# As many tests at once as there are cores; tests/conftest.py says which of them may not be. WORKERS=0: one after the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_FLAGS)
 
 .PHONY: demo test check setup lint types format coverage proto docs clean
 .DELETE_ON_ERROR:

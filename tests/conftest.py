@@ -1,8 +1,12 @@
-"""What every test shares: hypothesis profiles, one thread for torch, and no settings of the person who runs them."""
+"""What every test shares: hypothesis profiles, one thread for torch, no settings of the person who runs them, and which
+tests may run at once.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import PurePosixPath
+from typing import Any
 
 import hypothesis
 import pytest
@@ -31,3 +35,26 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("SHOAL_NODE__", "SHOAL_RUN__")):
             monkeypatch.delenv(name)
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run one after the other in one worker.
+
+    All with real processes are one, since several swarms at once would starve each other on a small machine. Elsewhere a
+    file is one, for what its tests share. Simulations share nothing and take longest.
+    """
+    file = PurePosixPath(nodeid.partition("::")[0])
+    return {"e2e": "e2e", "sim": nodeid}.get(file.parent.name, str(file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In the order of collection: the real processes early, so that their waiting overlaps with the rest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
