@@ -24,7 +24,7 @@ from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
 from .store.datadir import DataDir
 from .store.journal import Journal, OwnUpdate
-from .store.metrics import append_metrics
+from .store.metrics import METRICS_FILE, append_metrics
 from .swarm.local_work import Work
 from .swarm.state import Applied, SharedState
 from .swarm.updates import UpdateStore
@@ -180,4 +180,4 @@ class Keeper:
             append_metrics(self._data.path, record, self._data.disk)
             self._troubles.over(NO_METRICS)
         except OSError as error:
-            self._troubles.wrong(NO_METRICS, error.strerror or str(error), level="warning")
+            self._troubles.wrong(NO_METRICS, error.strerror or str(error), level="warning", file=METRICS_FILE)

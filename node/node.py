@@ -38,13 +38,13 @@ from .gossip_mode import contributions_of, make_gossip, rules_of, served
 from .host import Host, Show
 from .hybrid_mode import make_hybrid
 from .observe.recurring import Recurring
-from .own_lives import OwnLives
-from .ring_mode import decode_records, load_log, make_members, make_rounds
+from .own_lives import OwnLives, first_life
+from .ring_mode import decode_records, has_record, load_log, make_members, make_rounds
 from .run import Run
 from .saving import Saving
 from .store.checkpoint import Checkpoint, Checkpoints
 from .store.commits import CommitFile
-from .store.datadir import DataDir, damaged
+from .store.datadir import DataDir, damaged, usable
 from .store.journal import FILE as JOURNAL_FILE
 from .store.journal import Journal, JournalFull
 from .store.recording import Recording
@@ -226,12 +226,14 @@ class Node:
         self.closers.append(self.identity.close)
         self.say = self.host.logs(path, node.log_level, self.identity.peer_id)
         self.troubles = Recurring(self.say, asyncio.get_running_loop().time)
-        self.journal = Journal(self.data.journal, disk=self.host.disk)
+        with usable(self.data.journal):
+            self.journal = Journal(self.data.journal, disk=self.host.disk)
         self.closers.append(self.journal.close)
         self.journal.on_trouble = self._journal_trouble
         self._warn_of_cut(self.data.journal / JOURNAL_FILE, self.journal.cut_bytes)
         if not self.journal.incarnation:
-            self.journal.start_incarnation(now_wall=self.clock.wall())
+            known = bool(Checkpoints(self.data.checkpoints, disk=self.host.disk).paths())
+            first_life(self.journal, lost=known, now_wall=self.clock.wall(), warn=self.warn)
         self.lives = OwnLives(self.journal, self.clock, begun=self._new_life, say=self.say)
         self.run_ = Run(self._first_config, self._invite_given, self.data, self.host.random_bytes)
         await self._on_open(self)
@@ -384,7 +386,8 @@ class Node:
         node, d = self.config.node, self.learner.layout.size
         self.compression = self.config.run.parsed_compression()
         self.checkpoints = Checkpoints(self.data.checkpoints, node.keep_checkpoints, disk=self.host.disk)
-        self.commit_file = CommitFile(self.data.commits, disk=self.host.disk)
+        with usable(self.data.commits):
+            self.commit_file = CommitFile(self.data.commits, disk=self.host.disk)
         self._warn_of_cut(self.data.commits, self.commit_file.cut_bytes)
         self.closers.append(self.commit_file.close)
         self.book = Book(d)
@@ -400,7 +403,10 @@ class Node:
         self.deadlines = Deadlines()
         self.recording: Recording | None = None
         if node.record_bytes_max:
-            self.recording = Recording(self.data.recording, node.record_bytes_max, warn=self.warn, disk=self.host.disk)
+            with usable(self.data.recording):
+                self.recording = Recording(
+                    self.data.recording, node.record_bytes_max, warn=self.warn, disk=self.host.disk
+                )
             self.closers.append(self.recording.close)
             for update in self.journal.updates:  # what was said just before a death
                 self.recording.update(update)
@@ -413,6 +419,8 @@ class Node:
         """Restore or store the first state, start membership, dial, run the rounds to their end."""
         if checkpoint is not None:
             await self.clock.run(lambda: self.saving.restore(checkpoint))
+            if not (self.gossips or has_record(self.commit_file.records, self.state, self.run_.id)):
+                self.warn(f"{self.data.commits} lacks round {self.state.round}: a fork there cannot be traced back")
         else:
             self.phase = "measuring the first state"
             await self.clock.run(self.saving.first)

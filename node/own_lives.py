@@ -8,9 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..protocol.errors import ExitCode, ShoalError
 from ..protocol.transport import Clock
 from ..protocol.wire_pb2 import Welcome
-from .store.journal import Journal
+from .store.journal import Journal, JournalFull
+
+
+def first_life(journal: Journal, *, lost: bool, now_wall: float, warn: Callable[[str], None]) -> None:
+    """Of a new peer; `lost`: of one that has lived before, as its disk shows. Raises ShoalError(DISK)."""
+    if lost:
+        warn(f"{journal.path} holds nothing: what was published last is not known; a new life begins")
+    try:
+        journal.start_incarnation(now_wall=now_wall)
+    except JournalFull as error:
+        raise ShoalError(
+            "The journal cannot be written",
+            values=str(error),
+            todo=f"Check permissions and free space of {journal.path}, or use another --data-dir.",
+            code=ExitCode.DISK,
+        ) from None
 
 
 class OwnLives:

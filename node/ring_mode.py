@@ -40,6 +40,13 @@ def load_log(records: Sequence[bytes], state: SharedState, run: Run) -> CommitLo
         return build_log([], state, rules, run.origin())
 
 
+def has_record(records: Sequence[bytes], state: SharedState, run_id: bytes) -> bool:
+    """Whether the record of a state's round is among the serialized ones; round 0 has none and lacks none."""
+    return state.round == 0 or any(
+        commit.value.lineage == state.lineage for raw in reversed(records) for commit in decode_records([raw], run_id)
+    )
+
+
 def decode_records(records: Sequence[bytes], run_id: bytes) -> list[Commit]:
     """Those that decode and are signed, in order."""
     commits = []

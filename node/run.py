@@ -53,7 +53,7 @@ class Run:
         if on_disk:
             self._go_on(on_disk, given_run)
         elif Checkpoints(self._data.checkpoints, disk=self._data.disk).paths():
-            raise damaged(self._data.manifest, "it is missing or empty, and there are checkpoints of a run")
+            raise damaged(self._data.manifest, "it is missing, and there are checkpoints of a run")
         elif self.invite is not None:
             self.id = self.invite.run_id
         else:

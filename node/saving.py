@@ -20,7 +20,7 @@ from ..protocol.wire_pb2 import Signed
 from .gossip_mode import log_parts, new_log, restored_log
 from .keeper import Keeper, rebook
 from .store.checkpoint import Checkpoint
-from .store.datadir import disk_error
+from .store.datadir import usable
 from .store.journal import OwnUpdate
 from .swarm.gossip import Gossip
 from .swarm.hybrid import Hybrid
@@ -69,10 +69,8 @@ class Saving:
                 node.theta0 = node.state.theta
                 node.first_log = new_log(node, node.theta0)
             self._log_parts = log_parts(node.first_log, node.theta0)
-        try:
+        with usable(node.data.path):
             self.keeper.checkpoint(node.state)
-        except OSError as error:
-            raise disk_error(node.data.path, error) from None
         if node.state.round == 0:
             self.keeper.record(node.state, None, None, None, node.traffic())
 

@@ -84,4 +84,8 @@ def set_up_logs(data_dir: Path, level: str, peer: str) -> Say:
     def say(event: str, *, level: str = "info", **values: Any) -> None:
         getattr(log, level)(event, **values)
 
+    try:
+        os.close(os.open(data_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        say("the log is on stderr only", level="warning", path=str(data_dir / LOG_FILE), cause=error.strerror)
     return say

@@ -143,10 +143,10 @@ def read_arrays(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str
     """Arrays and metadata. Read by safetensors' own reader: by mapping the file where there is one."""
     try:
         if disk is not REAL_DISK:
-            return _parse(disk.read(path))
+            return _parse(path.name, disk.read(path))
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        _check_header(header)
+        _check_header(path.name, header)
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
             return {name: opened.get_tensor(name) for name in opened.keys()}, metadata
@@ -154,17 +154,17 @@ def read_arrays(path: Path, disk: Disk) -> tuple[dict[str, np.ndarray], dict[str
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def _parse(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _parse(name: str, data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     header = int.from_bytes(data[:8], "little")
-    _check_header(header)
+    _check_header(name, header)
     arrays = load(data)
     metadata = json.loads(data[8 : 8 + header]).get("__metadata__") or {}
     return arrays, metadata
 
 
-def _check_header(size: int) -> None:
+def _check_header(name: str, size: int) -> None:
     if size > METADATA_BYTES_MAX:
-        raise ValueError(f"header of {size} bytes")
+        raise ValueError(f"{name}: header of {size} bytes")
 
 
 def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:

@@ -12,8 +12,10 @@ control.sock    local control socket         log.jsonl       structured log
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...protocol.errors import ExitCode, ShoalError
@@ -24,14 +26,19 @@ FREE_BYTES_MIN = 16 * 1024 * 1024
 
 
 def disk_error(path: Path, error: OSError) -> ShoalError:
-    """The three-part form of a failed write."""
+    """The three-part form of a failed read or write."""
+    where = error.filename or path
     if error.errno == errno.ENOSPC:
         todo = f"Free some space on the disk of {path}, or use another --data-dir."
+    elif error.errno == errno.EROFS:
+        todo = f"Mount the disk of {path} for writing, or use another --data-dir."
+    elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        todo = f"Move {where} away: it is not of the kind that shoal keeps there."
     else:
-        todo = f"Check owner and permissions of {path}."
+        todo = f"Check owner and permissions of {where}."
     return ShoalError(
-        "The data directory cannot be written",
-        values=f"{path}: {error.strerror}",
+        "The data directory cannot be used",
+        values=f"{where}: {error.strerror}",
         todo=todo,
         code=ExitCode.DISK,
     )
@@ -45,6 +52,15 @@ def damaged(path: Path, why: str) -> ShoalError:
         todo="Restore it from a backup, or join the run anew with another --data-dir.",
         code=ExitCode.DISK,
     )
+
+
+@contextlib.contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """What fails inside is said in the three-part form. Raises ShoalError(DISK)."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from None
 
 
 class DataDir:
@@ -144,17 +160,18 @@ class DataDir:
         return self.path / "control.sock"
 
     def read(self, path: Path) -> bytes:
-        """The file's bytes; empty where there is none. Raises ShoalError(DISK)."""
+        """The file's bytes; empty where there is none. Raises ShoalError(DISK), also for an empty file: none is written so."""
         try:
-            return self.disk.read(path)
+            data = self.disk.read(path)
         except FileNotFoundError:
             return b""
         except OSError as error:
             raise disk_error(path, error) from None
+        if not data:
+            raise damaged(path, "it is empty")
+        return data
 
     def write(self, path: Path, data: bytes) -> None:
         """`write_atomic` with a three-part error."""
-        try:
+        with usable(path):
             write_atomic(self.disk, path, data)
-        except OSError as error:
-            raise disk_error(path, error) from None

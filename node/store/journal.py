@@ -92,6 +92,11 @@ class Journal:
         self.cut_bytes = 0  # of the file, from the first record that could not be read on
         self._replay()
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
     # ------------------------------------------------------------------------------------------------ reading
 
     def _replay(self) -> None:

@@ -32,8 +32,11 @@ class Recording:
         """Goes on after the last whole record. Raises OSError."""
         self._disk, self._bytes_max, self._warn = disk, bytes_max, warn
         self._descriptor = disk.open(path)
-        self._end = _whole(disk.read(path))[1]
+        data = disk.read(path)
+        self._end = _whole(data)[1]
         self._ended = False
+        if self._end < len(data):
+            warn(f"{path} ended in {len(data) - self._end} bytes that are no whole record; they are overwritten")
 
     def update(self, update: OwnUpdate) -> None:
         """An own update, as published."""
