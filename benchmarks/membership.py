@@ -10,7 +10,8 @@ intervals at least and four times that at most. Peers begin with everybody's wor
 * *False positives*: verdicts "dead" about peers that live, each observer's counted, per peer-hour of all observers; and
   accusations, in which a verdict is not hearsay but came from the observer's own timeout.
 * *Slow*: 5 % of the peers stop for SLOW_SECONDS (exponential) and run as long in between; what arrives waits. Verdicts about
-  slow peers and about others are told apart (Lifeguard's FP and FP-).
+  slow peers and about others are told apart (Lifeguard's FP and FP-). With `--blocked` only their messages stop, both ways, and
+  their timers go on, as in Lifeguard's experiments: then they accuse others of what is their own silence.
 * *Healing*: a mass restart (all but one get a new process within five seconds, with nobody's word but that one's), and a
   partition into halves; the time until everybody sees everybody alive.
 
@@ -118,17 +119,20 @@ class Peer:
         self.machine = swarm.machine(me, config, random.Random(swarm.rng.getrandbits(64)), sign)
         self.running, self.stopped = True, False
         self.backlog: list[Event] = []
+        self.unsent: list[Send] = []
         self._timer: SimHandle | None = None
 
     def handle(self, event: Event) -> None:
         if not self.running:
             return
-        if self.stopped:
+        swarm = self.swarm
+        if self.stopped and not (swarm.blocked and isinstance(event, Tick)):
             self.backlog.append(event)
             return
-        swarm = self.swarm
         for action in self.machine.handle(swarm.now, event):
-            if isinstance(action, Send):
+            if isinstance(action, Send) and self.stopped:
+                self.unsent.append(action)
+            elif isinstance(action, Send):
                 swarm.send(self, action.to, action.message)
             elif isinstance(action, Changed):
                 swarm.changed(self.name, action)
@@ -145,6 +149,9 @@ class Peer:
     def resume(self) -> None:
         self.stopped = False
         backlog, self.backlog = self.backlog, []
+        unsent, self.unsent = self.unsent, []
+        for action in unsent:
+            self.swarm.send(self, action.to, action.message)
         self.handle(Tick())
         for event in backlog:
             if not isinstance(event, Tick):
@@ -162,8 +169,10 @@ class Swarm:
         loss: float = 0.0,
         acquainted: bool = True,
         machine: type[Membership] = Membership,
+        blocked: bool = False,
     ) -> None:
-        self.machine = machine
+        """`blocked`: peers that stop only send and receive nothing; their timers go on."""
+        self.machine, self.blocked = machine, blocked
         self.rng = random.Random(f"membership {seed}")
         self.loop = SimLoop()
         link = Link(latency_ms=LATENCY_MS, loss=loss)
@@ -286,9 +295,9 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def false_positives(
-    n: int, seed: int, machine: type[Membership], loss: float, slow: bool, minutes: float
+    n: int, seed: int, machine: type[Membership], loss: float, slow: bool, minutes: float, blocked: bool = False
 ) -> dict[str, Any]:
-    swarm = Swarm(n, seed, loss=loss, machine=machine)
+    swarm = Swarm(n, seed, loss=loss, machine=machine, blocked=blocked)
     slow_ones = swarm.rng.sample(sorted(swarm.peers), round(SLOW_SHARE * n)) if slow else []
     swarm.run(10.0)
     swarm.slow_down(slow_ones)
@@ -358,7 +367,8 @@ def measures(what: str, options: argparse.Namespace) -> Iterator[tuple[str, dict
                 yield f"loss {loss:g}", false_positives(*swarm, loss, False, options.minutes)
         case "slow":
             for loss in options.loss or (0.0, 0.05):
-                yield f"slow, loss {loss:g}", false_positives(*swarm, loss, True, options.minutes)
+                kind = "blocked" if options.blocked else "slow"
+                yield f"{kind}, loss {loss:g}", false_positives(*swarm, loss, True, options.minutes, options.blocked)
         case "restart":
             yield "mass restart", restart(*swarm)
         case _:
@@ -372,6 +382,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=every, metavar="WHAT", help=", ".join(every))
     parser.add_argument("--peers", type=int, default=100)
     parser.add_argument("--variant", choices=list(VARIANTS), default="ours")
+    parser.add_argument("--blocked", action="store_true", help="of slow peers only messages stop, not their timers")
     parser.add_argument("--loss", type=float, action="append", help="only this one, of false and slow; may be repeated")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each measurement of false positives, virtual")
     parser.add_argument("--partition-minutes", type=float, default=120.0)
