@@ -33,6 +33,7 @@ class Chains:
 
     def __init__(self) -> None:
         self._chains: dict[Key, _Chain] = {}
+        self._by_peer: dict[str, list[Key]] = {}
         self._tops: dict[Key, Top] = {}  # the vector, mutable
         self._vector: VersionVector | None = None
         self._met = 0  # chains in `_tops` when it was last sorted
@@ -75,7 +76,7 @@ class Chains:
 
     def keys_of(self, peer: str) -> list[Key]:
         """The peer's chains, by incarnation."""
-        return sorted(key for key in self._chains if key[0] == peer)
+        return sorted(self._by_peer.get(peer, ()))
 
     def top(self, key: Key) -> Top:
         return self._tops.get(key, NOTHING)
@@ -169,17 +170,21 @@ class Chains:
 
     def begin(self, key: Key, floor: Top) -> None:
         """A new chain whose updates up to `floor` are compacted."""
-        self._chains[key] = _Chain(floor)
+        self._chain(key).floor = floor
         self._set_top(key, floor)
 
     def push(self, record: Record) -> None:
         """Include the next update of its chain."""
-        chain = self._chains.get(record.key)
-        if chain is None:
-            chain = self._chains[record.key] = _Chain(NOTHING)
-        chain.records.append(record)
+        self._chain(record.key).records.append(record)
         self.count += 1
         self._set_top(record.key, record.top)
+
+    def _chain(self, key: Key) -> _Chain:
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains[key] = _Chain(NOTHING)
+            self._by_peer.setdefault(key[0], []).append(key)
+        return chain
 
     def cut(self, key: Key, seq: int) -> list[Record]:
         """Take out the kept updates above `seq`; gives them in seq order."""

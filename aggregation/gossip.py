@@ -137,6 +137,10 @@ class UpdateLog:
         """(seq, head) of the chain, as in `vector`; (0, 32 zero bytes) where there is none."""
         return self._chains.top(key)
 
+    def published(self, peer: str) -> int:
+        """How many of the peer's updates are included, of all its lives."""
+        return sum(self._chains.top(key)[0] for key in self._chains.keys_of(peer))
+
     @property
     def included(self) -> int:
         """How many updates are included."""

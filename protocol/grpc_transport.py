@@ -145,7 +145,21 @@ async def _end_of(call: Any) -> StreamClosed:
     return StreamClosed(f"{code.name.lower()}: {plain(await call.details() or '')}")
 
 
-class _ClientStream:
+class _EachByRecv:
+    """What streams whose frames must be awaited have in common."""
+
+    def send_now(self, frame: bytes) -> bool:
+        return False
+
+    async def recv(self, timeout_s: float) -> bytes:
+        raise NotImplementedError
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        while take(await self.recv(timeout_s)):
+            pass
+
+
+class _ClientStream(_EachByRecv):
     """A dialed stream."""
 
     def __init__(self, call: Any, count: _Counter) -> None:
@@ -192,7 +206,7 @@ class _ClientStream:
         self._reader.drop()
 
 
-class _ServerStream:
+class _ServerStream(_EachByRecv):
     """An accepted stream. Half-closing our side happens when the handler returns, as gRPC servers do."""
 
     def __init__(self, context: Any, count: _Counter) -> None:

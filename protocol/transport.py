@@ -44,8 +44,16 @@ class Stream(Protocol):
         """Queue one frame (at most FRAME_BYTES_MAX). Waits for flow control. Raises StreamClosed."""
         ...
 
+    def send_now(self, frame: bytes) -> bool:
+        """`send` where that needs no waiting. False: nothing was sent, and `send` is to be awaited or says what is wrong."""
+        ...
+
     async def recv(self, timeout_s: float) -> bytes:
         """The next frame. Raises StreamClosed at the end (`clean` after a half-close) and asyncio.TimeoutError."""
+        ...
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        """Give every frame to `take` as it comes, until that returns False. Raises what `recv` and what `take` raises."""
         ...
 
     async def done_sending(self) -> None:

@@ -53,7 +53,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         now_ns: virtual nanoseconds since the start.
         events: callbacks run so far.
         after_step: called after every `stride` callbacks; what it raises ends the run.
-        ran: whose callback that was (None: the simulation's own).
+        ran: whose callback that was (None: the simulation's own); one that works in the name of another process says so here.
         errors: what nobody caught, as text, with the virtual time.
     """
 
@@ -245,6 +245,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                 if process is not None and process.held is not None:
                     process.held.append(handle)
                     continue
+                self.ran = process
                 try:
                     if handle.context is None:
                         handle.callback(*handle.args)
@@ -264,7 +265,6 @@ class SimLoop(asyncio.AbstractEventLoop):
                     since_look += 1
                     if since_look >= self.stride:
                         since_look = 0
-                        self.ran = process
                         self.after_step()
         finally:
             self._running = False

@@ -16,6 +16,8 @@ soon as the other side has read, without word of it having to travel.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 from ..protocol import limits
@@ -44,12 +46,19 @@ class _Reset:
 _RESET = _Reset()
 
 
+class _Enough:
+    """The taker of `each` wants no more."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+
 class SimStream:
     """One end of a stream."""
 
     __slots__ = ("end", "other", "method", "task", "_loop", "_count", "_accepted", "_inbox", "_early",
         "_expected", "_reader", "_deadline", "_timer", "_writer", "_in_flight", "_seq", "_stalled", "_last_ns",
-        "_closed", "_other_done", "_half_closed")  # fmt: skip
+        "_closed", "_other_done", "_half_closed", "_taker", "_last_taken_ns")  # fmt: skip
 
     other: SimStream
 
@@ -61,10 +70,12 @@ class SimStream:
         self._accepted = accepted
         # Arrived: frames, and what ends them. `_early` arrived before what it follows.
         # A list, though it is a queue: it is nearly always short, and a swarm of a thousand has a million of them.
-        self._inbox: list[bytes | StreamClosed] = []
+        self._inbox: list[bytes | StreamClosed | _Enough] = []
         self._early: dict[int, Any] | None = None
         self._expected = 0
         self._reader: SimFuture | None = None
+        self._taker: tuple[Callable[[bytes], bool], Context] | None = None  # who gets frames as they come
+        self._last_taken_ns = 0
         self._deadline = 0
         self._timer: SimHandle | None = None  # at the deadline or earlier: one serves many reads
         # Sent.
@@ -89,19 +100,23 @@ class SimStream:
         size = len(frame)
         if size > limits.FRAME_BYTES_MAX:
             raise ValueError(f"frame of {size} bytes, limit {limits.FRAME_BYTES_MAX}")
-        while True:
+        while not self.send_now(frame):
             over = self._closed or self._other_done
             if over is not None:
                 raise StreamClosed(over.reason, clean=over.clean)
             if self._half_closed:
                 raise StreamClosed("failed: the stream is half-closed")
-            if self._in_flight < WINDOW_BYTES:
-                break
             self._writer = self._loop.create_future()
             try:
                 await self._writer
             finally:
                 self._writer = None
+
+    def send_now(self, frame: bytes) -> bool:
+        size = len(frame)
+        over = self._closed is not None or self._other_done is not None or self._half_closed
+        if over or self._in_flight >= WINDOW_BYTES or size > limits.FRAME_BYTES_MAX:
+            return False
         self.end.transport.sent_bytes += size
         count = self._count
         count.frames += 1
@@ -112,6 +127,7 @@ class SimStream:
         else:
             self._in_flight += size
             self.put(frame, size)
+        return True
 
     async def done_sending(self) -> None:
         if self._closed is not None:
@@ -173,8 +189,7 @@ class SimStream:
             sender.event("drop", size)
             return
         sender.event("deliver", size)
-        self._inbox.append(frame)
-        wake(self._reader)
+        self._frame(frame)
 
     def _arrive(self, seq: int, item: Any, size: int) -> None:
         """Something of the ordered kind is there."""
@@ -201,8 +216,7 @@ class SimStream:
         if self._closed is not None:
             return
         if isinstance(item, bytes):
-            self._inbox.append(item)
-            wake(self._reader)
+            self._frame(item)
         elif isinstance(item, StreamClosed):
             self._inbox.append(item)
             if not self._accepted:  # the call is over, though there may be frames to read
@@ -216,6 +230,52 @@ class SimStream:
         else:
             self.close("cancelled: the other side gave the stream up", cancel_task=True)
 
+    def _frame(self, frame: bytes) -> None:
+        """A frame is there: for `each`, at once if its process runs and nothing waits before it; else it waits to be read."""
+        process = self.end.transport.process
+        if self._taker is None or self._inbox or (process is not None and process.held is not None):
+            self._inbox.append(frame)
+            wake(self._reader)
+            return
+        take, context = self._taker
+        self._loop.ran = process
+        try:
+            if context.run(self._hand_over, frame, take):
+                return
+            self._inbox.append(_Enough())
+        except Exception as error:
+            self._inbox.append(_Enough(error))
+        wake(self._reader)
+
+    def _hand_over(self, frame: bytes, take: Callable[[bytes], bool]) -> bool:
+        self._last_taken_ns = self._loop.now_ns
+        self._was_read(frame)
+        return take(frame)
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        self._taker, self._last_taken_ns = (take, copy_context()), self._loop.now_ns
+        idle_ns = nanoseconds(min(timeout_s, FOREVER_S))
+        try:
+            while True:
+                try:
+                    await self._wait((self._last_taken_ns + idle_ns - self._loop.now_ns) / 1e9)
+                except asyncio.TimeoutError:
+                    if self._loop.now_ns - self._last_taken_ns < idle_ns:
+                        continue  # what came meanwhile was taken at once
+                    raise
+                item = self._inbox[0]
+                if isinstance(item, StreamClosed):
+                    raise StreamClosed(item.reason, clean=item.clean)
+                del self._inbox[0]
+                if isinstance(item, _Enough):
+                    if item.error is not None:
+                        raise item.error
+                    return
+                if not self._hand_over(item, take):
+                    return
+        finally:
+            self._taker = None
+
     async def recv(self, timeout_s: float) -> bytes:
         inbox = self._inbox
         if not inbox:
@@ -223,13 +283,17 @@ class SimStream:
         item = inbox[0]
         if isinstance(item, StreamClosed):
             raise StreamClosed(item.reason, clean=item.clean)
+        assert isinstance(item, bytes)  # one reader at a time
         del inbox[0]
-        self.end.transport.received_bytes += len(item)
+        self._was_read(item)
+        return item
+
+    def _was_read(self, frame: bytes) -> None:
+        self.end.transport.received_bytes += len(frame)
         sender = self.other
-        sender._in_flight -= len(item)
+        sender._in_flight -= len(frame)
         if sender._writer is not None:
             wake(sender._writer)
-        return item
 
     async def _wait(self, timeout_s: float) -> None:
         """Until the inbox has something. Raises StreamClosed, asyncio.TimeoutError."""

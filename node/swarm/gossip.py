@@ -28,6 +28,7 @@ from ...protocol.version import Dot
 from ...protocol.wire_pb2 import Envelope, Signed, Summary
 from ..learner import StepStats
 from ..store.journal import Journal, JournalFull
+from .alarm import Alarm
 from .gossip_exchange import GossipExchange
 from .local_work import LocalWork, Work
 from .replica import Replica
@@ -47,7 +48,7 @@ SAVE_SHARE_MIN = 1 / 120
 STRAY_SHARE = 1 / 32
 # News is fetched at once, but on average not more often than so many times in an interval: where there is more of it, each
 # fetch brings more, so that its cost does not grow with the number of updates.
-FETCHES_PER_INTERVAL = 8
+FETCHES_PER_INTERVAL = 4
 ROUNDING_SECONDS = 1e-6  # a wait may end this much early
 
 
@@ -121,7 +122,7 @@ class Gossip:
         self._replaced = (0, -RIVALS_SECONDS)  # sums replaced when last looked, and since when there are so many
         self._stopping = asyncio.Event()
         self._leaving = False
-        self._wake = asyncio.Event()
+        self._wake = Alarm(clock.call_later)
         self._news: dict[str, Tops] = {}  # peers that told of something we lack, in the order heard
         self._fetches_paid = 0.0  # until when fetches so far use up what is allowed
         self._due: dict[str, float] = {}  # peers that an exchange is due with, and from when on
@@ -144,7 +145,7 @@ class Gossip:
     @property
     def published(self) -> int:
         """Own updates that the log has, of all lives."""
-        return sum(seq for (peer, _), (seq, _) in self.log.vector.entries.items() if peer == self.me)
+        return self.log.published(self.me)
 
     @property
     def finished(self) -> bool:
@@ -354,15 +355,11 @@ class Gossip:
         """Fetch what news announced, and now and then exchange with anybody."""
         next_at = self._clock.now() + self.settings.interval_s * self._rng.random()
         while not self._stopping.is_set():
-            try:
-                room = len(self._busy) < limits.GOSSIP_EXCHANGES_MAX  # else the end of a transfer wakes us
-                until = min([next_at, *(at for peer, at in self._due.items() if room and peer not in self._busy)])
-                if room and self._news.keys() - self._busy:  # left over, because it is too early for another fetch
-                    until = min(until, self._may_fetch_at() + ROUNDING_SECONDS)
-                await asyncio.wait_for(self._wake.wait(), max(0.0, until - self._clock.now()))
-            except asyncio.TimeoutError:
-                pass
-            self._wake.clear()
+            room = len(self._busy) < limits.GOSSIP_EXCHANGES_MAX  # else the end of a transfer wakes us
+            until = min([next_at, *(at for peer, at in self._due.items() if room and peer not in self._busy)])
+            if room and self._news.keys() - self._busy:  # left over, because it is too early for another fetch
+                until = min(until, self._may_fetch_at() + ROUNDING_SECONDS)
+            await self._wake.wait(until - self._clock.now())
             if self._clock.now() >= next_at:
                 # ± 25 %, or all would meet at once.
                 next_at = self._clock.now() + self.settings.interval_s * (0.75 + 0.5 * self._rng.random())

@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...protocol import limits
@@ -69,8 +70,17 @@ class SessionStream:
             self._stream.cancel("session ended")
             raise StreamClosed("unauthenticated: session ended")
 
+    def send_now(self, frame: bytes) -> bool:
+        if not (self.live and self._stream.send_now(frame)):
+            return False
+        self._traffic.sent[self._method] += len(frame)
+        self._traffic.sent_to[self._peer] += len(frame)
+        return True
+
     async def send(self, frame: bytes) -> None:
         self._check()
+        if self.send_now(frame):
+            return
         # Not `wait_for`: it makes a task for every frame.
         task, late = asyncio.current_task(), []
         assert task is not None
@@ -90,10 +100,21 @@ class SessionStream:
 
     async def recv(self, timeout_s: float) -> bytes:
         frame = await self._stream.recv(timeout_s)
+        self._count(frame)
+        return frame
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        def counted(frame: bytes) -> bool:
+            self._count(frame)
+            return take(frame)
+
+        await self._stream.each(counted, timeout_s)
+
+    def _count(self, frame: bytes) -> None:
+        """A frame has come. Raises StreamClosed when the session is over."""
         self._check()
         self._traffic.received[self._method] += len(frame)
         self._traffic.received_from[self._peer] += len(frame)
-        return frame
 
     async def done_sending(self) -> None:
         await self._stream.done_sending()

@@ -9,6 +9,7 @@ could have made it. Many of those are a ban (protocol/conduct.py). An error of o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -181,13 +182,10 @@ class Links:
 
     async def read_messages(self, peer: str, stream: SessionStream) -> None:
         """Decode and deliver what comes on a control stream until it ends."""
-        while True:
-            try:
-                frame = await stream.recv(CONTROL_IDLE_SECONDS)
-            except (StreamClosed, asyncio.TimeoutError):
-                return
-            if peer in self.peers:
-                self.peers[peer].used_at = self.clock.now()
+
+        def take(frame: bytes) -> bool:
+            if (link := self.peers.get(peer)) is not None:
+                link.used_at = self.clock.now()
             envelope = Envelope()
             try:
                 try:
@@ -197,5 +195,8 @@ class Links:
                 self.on_message(peer, envelope)
             except PeerFault as fault:
                 self.fault(peer, fault)
-                if fault.kind in DISCONNECTING:
-                    return
+                return fault.kind not in DISCONNECTING
+            return True
+
+        with contextlib.suppress(StreamClosed, asyncio.TimeoutError):
+            await stream.each(take, CONTROL_IDLE_SECONDS)

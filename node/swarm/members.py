@@ -15,7 +15,7 @@ from ...protocol import limits, membership_wire
 from ...protocol import membership as m
 from ...protocol.identity import Identity
 from ...protocol.membership import Membership, MembershipConfig, MemberView, Record, State
-from ...protocol.transport import Clock
+from ...protocol.transport import Clock, Timer
 from ...protocol.wire_pb2 import Envelope, Summary, Swim
 
 # A measured speed that changed by less than this share is not worth a rumour.
@@ -60,7 +60,8 @@ class Members:
         me = Record(identity.peer_id, State.ALIVE, incarnation, 1, boot_id, addresses[: limits.ADDRESSES_MAX])
         self.machine = Membership(me, config, rng, self._sign)
         self._next_tick = 0.0
-        self._nap: asyncio.Future[None] | None = None  # of `run`, between two ticks
+        self._timer: Timer | None = None  # of the next tick
+        self._over: asyncio.Future[None] | None = None  # what `run` waits for
 
     def _sign(self, record: Record) -> Record:
         return membership_wire.sign_record(self._identity, self._run_id, record)
@@ -107,35 +108,39 @@ class Members:
 
     async def run(self) -> None:
         """Tick when the machine is due, until cancelled."""
+        self._over = asyncio.get_running_loop().create_future()
         try:
-            while True:
+            self._tick()
+            await self._over
+        finally:
+            self._over = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _tick(self) -> None:
+        """By timers and not by a task that sleeps: every peer does this several times a second."""
+        if self._over is None or self._over.done():
+            return
+        try:
+            if self._clock.now() >= self._next_tick:
                 self._handle(m.Tick())
                 self._next_tick = self.machine.due() + ROUNDING_SECONDS
-                while (left := self._next_tick - self._clock.now()) > 0:
-                    await self._sleep(min(left, NAP_SECONDS_MAX))  # after a goodbye nothing is due any more
-        finally:
-            self._wake()
+            self._set_timer()
+        except Exception as error:
+            self._over.set_exception(error)
 
-    async def _sleep(self, seconds: float) -> None:
-        """Until `_wake`, at the latest after so long. No task of its own: every peer does this several times a second."""
-        self._nap = asyncio.get_running_loop().create_future()
-        timer = self._clock.call_later(seconds, self._wake)
-        try:
-            await self._nap
-        finally:
-            timer.cancel()
-            self._nap = None
-
-    def _wake(self) -> None:
-        if self._nap is not None and not self._nap.done():
-            self._nap.set_result(None)
+    def _set_timer(self) -> None:
+        # After a goodbye nothing is due any more.
+        left = min(self._next_tick - self._clock.now(), NAP_SECONDS_MAX)
+        self._timer = self._clock.call_later(max(0.0, left), self._tick)
 
     def _come_forward(self) -> None:
         """Events may bring the next tick forward, never put it off."""
         due = self.machine.due() + ROUNDING_SECONDS
-        if self._nap is not None and due < self._next_tick:
+        if due < self._next_tick and self._over is not None and self._timer is not None:
             self._next_tick = due
-            self._wake()
+            self._timer.cancel()
+            self._set_timer()
 
     def received(self, peer: str, wire: Swim) -> None:
         """Raises PeerFault for what must be charged to `peer`; nothing of such a message is used."""

@@ -137,8 +137,13 @@ class Mesh:
         except PeerFault as fault:
             return self._links.say("message not sent", level="warning", cause=str(fault))
         link.used_at = self._links.clock.now()
+        idle = link.sender is None or link.sender.done()
+        if idle and not link.queue:  # the usual case needs no task
+            stream = link.control or link.incoming()
+            if stream is not None and stream.send_now(frame):
+                return
         link.queue.append((link.used_at, frame))
-        if link.sender is None or link.sender.done():
+        if idle:
             link.sender = self._links.own(self._send_loop(peer, link), f"sender to {peer[-6:]}")
 
     async def _send_loop(self, peer: str, link: Link) -> None:

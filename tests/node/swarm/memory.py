@@ -83,6 +83,13 @@ class MemoryStream:
             raise self._closed
         await self._outbox.put(frame)
 
+    def send_now(self, frame: bytes) -> bool:
+        return False
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        while take(await self.recv(timeout_s)):
+            pass
+
     async def recv(self, timeout_s: float) -> bytes:
         if self._closed is not None and self._inbox.empty():
             raise self._closed
