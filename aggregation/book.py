@@ -4,9 +4,9 @@ Everything is int64 [d] in units of 2^-40, so that the law is an equality of int
 is *sent*: only when the swarm *adopted* it. An update that was dropped, voided, or lost with a branch is therefore back in
 the residual by itself.
 
-The book keeps own updates by dot until they are settled; then they are folded into a baseline and forgotten. What was
-adopted after a *split* may still be lost with its branch, however many rounds later: it is folded into a sum of its own, by
-branch, which can be given up as a whole.
+The book keeps own updates by dot until they are settled; then they are forgotten, and the sum of what is adopted stays. What
+was adopted after a *split* may still be lost with its branch, however many rounds later: it is folded into a sum of its own,
+by branch, which can be given up as a whole.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ BRANCHES_MAX = 4
 class Book:
     """What one peer has learned and what the swarm has of it. Not thread-safe; one user at a time.
 
-    Memory: three int64 [d], one more for each of the last splits, and the own updates on record.
+    Memory: three int64 [d], one more for each of the last splits, and the own updates on record. What is adopted is kept as a
+    sum, so that no question costs more with more of them.
     """
 
     def __init__(self, d: int) -> None:
         self.d = d
         self._learned = np.zeros(d, np.int64)
-        self._settled = np.zeros(d, np.int64)
+        self._adopted = np.zeros(d, np.int64)
         self._damped = np.zeros(d, np.int64)
         self._branches: dict[bytes, np.ndarray] = {}  # lineage before the split → settled mass adopted after it
         self._branch = b""
@@ -95,6 +96,7 @@ class Book:
             if own.damped[0]:
                 self.damp(dot, 0, 1)
             own.adopted, own.branch = True, self._branch
+            self._put(self._adopted, own, own.fixed)
 
     def split(self, base: bytes) -> None:
         """What is adopted from now on stands on a split from lineage `base` (32 bytes) and may be lost with it."""
@@ -105,12 +107,16 @@ class Book:
         mass = self._branches.pop(base, None)
         if mass is not None:
             self._damped += _share(mass, part, whole)
+            self._adopted -= mass
         if self._branch == base:
             self._branch = b""
 
     def unadopt(self, dot: Dot) -> None:
         """The state that held it lost a conflict."""
-        self._own[dot].adopted = False
+        own = self._own[dot]
+        if own.adopted:
+            self._put(self._adopted, own, -own.fixed)
+        own.adopted = False
 
     def narrow(self, dot: Dot, indices: np.ndarray) -> None:
         """Of this own update only the coordinates among int64 [k] `indices` can ever be adopted: what it holds elsewhere
@@ -120,6 +126,8 @@ class Book:
             raise ValueError(f"{dot} is dense and counts whole")
         kept = np.isin(own.indices, indices)
         if not kept.all():
+            if own.adopted:
+                self._adopted[own.indices[~kept]] -= own.fixed[~kept]
             own.indices, own.fixed = own.indices[kept], own.fixed[kept]
 
     def damp(self, dot: Dot, part: int, whole: int) -> None:
@@ -133,19 +141,18 @@ class Book:
         own.damped = (part, whole)
 
     def settle(self, dots: Iterable[Dot]) -> None:
-        """Fold what was adopted into the baseline, or into its branch's sum, and forget the updates."""
+        """Forget the updates: what was adopted of them is in the sum, and in its branch's."""
         for dot in list(dots):
             own = self._own.pop(dot, None)
             if own is None or not own.adopted:
                 continue
             if not own.branch:
-                self._put(self._settled, own, own.fixed)
                 continue
             if own.branch not in self._branches:
                 self._branches[own.branch] = np.zeros(self.d, np.int64)
             self._put(self._branches[own.branch], own, own.fixed)
             while len(self._branches) > BRANCHES_MAX:
-                self._settled += self._branches.pop(next(iter(self._branches)))
+                self._branches.pop(next(iter(self._branches)))
 
     # ------------------------------------------------------------------------------------------------ readers
 
@@ -161,12 +168,7 @@ class Book:
 
     def residual(self, but: Iterable[Dot] = ()) -> np.ndarray:
         """int64 [d]. `but`: own updates on record to be taken for adopted: their adoption is under way."""
-        residual = self._learned - self._settled - self._damped
-        for mass in self._branches.values():
-            residual -= mass
-        for own in self._own.values():
-            if own.adopted:
-                self._put(residual, own, -own.fixed)
+        residual = self._learned - self._adopted - self._damped
         for dot in dict.fromkeys(but):
             if dot in self._own and not self._own[dot].adopted:
                 self._put(residual, self._own[dot], -self._own[dot].fixed)
@@ -178,13 +180,7 @@ class Book:
 
     def parts(self) -> dict[str, np.ndarray]:
         """int64 [d] each: learned, adopted, damped. The law: residual = learned - adopted - damped."""
-        adopted = self._settled.copy()
-        for mass in self._branches.values():
-            adopted += mass
-        for own in self._own.values():
-            if own.adopted:
-                self._put(adopted, own, own.fixed)
-        return {"learned": self._learned.copy(), "adopted": adopted, "damped": self._damped.copy()}
+        return {"learned": self._learned.copy(), "adopted": self._adopted.copy(), "damped": self._damped.copy()}
 
     @staticmethod
     def _put(target: np.ndarray, own: _Own, mass: np.ndarray) -> None:
@@ -199,7 +195,7 @@ class Book:
         """Everything, for a checkpoint."""
         arrays: dict[str, np.ndarray | bytes] = {
             "learned": self._learned.copy(),
-            "settled": self._settled.copy(),
+            "adopted": self._adopted.copy(),
             "damped": self._damped.copy(),
         }
         index = []
@@ -219,7 +215,7 @@ class Book:
     def from_arrays(cls, arrays: Mapping[str, np.ndarray | bytes]) -> Book:
         """Inverse of `to_arrays`. Raises KeyError or ValueError when something is missing or misshapen."""
         book = cls(len(arrays["learned"]))
-        for name in ("learned", "settled", "damped"):
+        for name in ("learned", "adopted", "damped"):
             array = np.array(arrays[name], np.int64)
             if array.shape != (book.d,):
                 raise ValueError(f"{name} of shape {array.shape}, the book has ({book.d},)")

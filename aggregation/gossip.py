@@ -176,8 +176,8 @@ class UpdateLog:
 
     @property
     def limits(self) -> dict[Key, int]:
-        """Chains that `freeze` has ended, and their last seq."""
-        return dict(self._limits)
+        """Chains that `freeze` has ended, and their last seq: what is final is never above it."""
+        return {key: max(limit, self._frontier.get(key, NOTHING)[0]) for key, limit in self._limits.items()}
 
     @property
     def frozen(self) -> dict[Key, int]:
@@ -461,7 +461,7 @@ class UpdateLog:
             weight=weight,
             frontier=self.frontier,
             base=self.base,
-            limits=dict(self._limits),
+            limits=self.limits,
             kept=tuple((record.header, record.payload) for record in kept),
             retracted=tuple((record.header, record.payload) for record in retracted),
             proofs=tuple(sorted(self._proofs.values(), key=lambda fork: fork.dot)),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PREFIX = "log/"
 # An update counts at most this multiple of the usual one, however long its peer trained.
 SHARE_MAX = 2.0
+# Who knows nobody so soon after its start has not heard of the others yet, and calls nothing final.
+KNOWN_SECONDS = 20.0
 
 
 def rules_of(config: Config) -> GossipRules:
@@ -140,14 +142,19 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray, variant: Variant
             stale=gossip.state.round - state.round,
         )
 
-    def remembered() -> frozenset[str]:
+    def remembered() -> frozenset[str] | None:
         now = clock.now()
+        if not members.members() and node.uptime < KNOWN_SECONDS:
+            return None
         return frozenset(
             peer
             for peer, view in members.members().items()
             if view.state is not State.LEFT
             and not (view.state is State.DEAD and now - view.since > sync.forget_after_seconds)
         )
+
+    def complete() -> bool:
+        return all(view.state in (State.ALIVE, State.LEFT) for view in members.members().values())
 
     def send_proof(peer: str, fork: Fork) -> None:
         mesh.post(peer, Envelope(ban=proof_notice(fork.dot, fork.first.signed, fork.second.signed)))
@@ -220,6 +227,7 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray, variant: Variant
         post=mesh.post,
         alive=members.alive,
         near=members.neighbours,
+        complete=complete,
         banned=lambda peer: node.run_.bans.reason(peer) is not None,
         trouble=node.trouble,
         life_over=node.lives.over,

@@ -79,4 +79,4 @@ class Finality:
     @staticmethod
     def _members(peer: Peer) -> frozenset[str]:
         assert peer.node is not None and isinstance(peer.node.rounds, Gossip)
-        return peer.node.rounds.replica._members()
+        return peer.node.rounds.replica._members() or frozenset()

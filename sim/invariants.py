@@ -56,7 +56,8 @@ class Checkers:
         self._said: dict[str, tuple[int, int]] = {}  # by peer: newest own dot looked at
         self._sums: dict[str, tuple[int, int]] = {}  # hybrid mode: by peer, its newest combined update looked at
         self._lives: dict[str, int] = {}
-        self.forked = False
+        self._branches: dict[str, tuple[int, bytes]] = {}  # ring mode: by peer, its life and the lineage last looked at
+        self.healed = False  # a peer has left its branch for another: one that died with its disk is seen by nobody
         self._choices, self._finality = Choices(), Finality(sim)
         self._records: dict[str, object] = {}  # by peer: the ballot record last looked at
 
@@ -169,8 +170,10 @@ class Checkers:
             )
         for text in self.ledger.forks():
             self.broken(6, peer.name, text)
-        if len({v.lineage for v in self._sim.running_states() if v.round == state.round}) > 1:
-            self.forked = True
+        life, before = self._branches.get(peer.name, (0, b""))
+        self._branches[peer.name] = peer.lives, state.lineage
+        if life == peer.lives and not self.ledger.continues(state.lineage, before):
+            self.healed = True
 
     def _counts(self, dot: object, update_hash: bytes) -> bool:
         said = self.ledger.said.get(dot, {}).get(update_hash)  # type: ignore[arg-type]
@@ -299,7 +302,7 @@ class Checkers:
                     self.broken(1, peer.name, text)
         self.look_at_books()
         self.look_at_limits()
-        if self.forked and not self._sim.conflicts_logged():
+        if self.healed and not self._sim.conflicts_logged():
             states = {s.lineage for s in self._sim.running_states()}
             if len(states) == 1:
                 self.broken(6, "", "a fork was healed and no node said so")

@@ -335,5 +335,11 @@ class Ledger:
                     found.append(f"base {base.hex()[:12]} has successors {one.hex()[:12]} and {other.hex()[:12]}")
         return found
 
+    def continues(self, newer: bytes, older: bytes) -> bool:
+        """Ring mode: whether one version stands on another."""
+        while newer != older and (version := self.versions.get(newer)) is not None:
+            newer = version.parent
+        return newer == older
+
     def set_dimension(self, d: int) -> None:
         self._d = d

@@ -90,6 +90,7 @@ class Gossip:
         post: Callable[[str, Envelope], None],
         alive: Callable[[], set[str]],
         near: Callable[[], frozenset[str]],
+        complete: Callable[[], bool],
         banned: Callable[[str], bool],
         trouble: Callable[[str, BaseException], None],
         life_over: Callable[[], None],
@@ -101,6 +102,7 @@ class Gossip:
     ) -> None:
         """
         Args:
+            complete: whether every member that has not left is alive.
             near: the live peers to stay connected to, all of them in a small swarm (protocol/overlay.py).
             life_over: what is published next needs a new incarnation.
             save: makes log, book and learner durable; says whether it succeeded.
@@ -110,7 +112,7 @@ class Gossip:
         self._clock, self._rng, self.settings = clock, rng, settings
         self.replica, self._exchange = replica, exchange
         self._work, self._journal = work, journal
-        self._post, self._alive, self._near = post, alive, near
+        self._post, self._alive, self._near, self._complete = post, alive, near, complete
         self._banned, self._trouble = banned, trouble
         self._life_over, self._save, self._record = life_over, save, record
         self._say, self._hold, self._started = say, hold, started
@@ -118,8 +120,8 @@ class Gossip:
         self.durable_round = self.state.round
         self._saved_at, self._saved_bytes, self._saved_digest = clock.now(), replica.log.log_bytes, replica.log.digest
         self._saving = asyncio.Lock()
-        self._no_rivals = False
-        self._replaced = (0, -RIVALS_SECONDS)  # sums replaced when last looked, and since when there are so many
+        self._undecided: frozenset[Dot] = frozenset()  # own updates that rivals may still take back
+        self._replaced = (0, clock.now())  # sums replaced when last looked, and when there was last reason for another
         self._stopping = asyncio.Event()
         self._leaving = False
         self._wake = Alarm(clock.call_later)
@@ -159,19 +161,21 @@ class Gossip:
     def is_final(self, dot: Dot) -> bool:
         """Whether an own update counts, or does not, for good.
 
-        Nothing is for a while after another sum took the place of ours: averages that were made in several places at once may
-        still replace each other, whatever each of them calls final.
+        Nothing recent is while somebody is missing, nor for a while after that, or after a start, or after another sum took the
+        place of ours: two sides may meet that each call final what the other has not, and averages that were made in several
+        places at once may still replace each other.
         """
         log, key = self.log, (dot.peer, dot.incarnation)
         past = log.frontier.seq(*key) >= dot.seq or log.frozen.get(key, dot.seq) < dot.seq
-        return past and self._no_rivals
+        return past and dot not in self._undecided
 
     def _look_for_rivals(self) -> None:
         """Before a save, whose worker has no clock."""
         now = self._clock.now()
-        if self.replica.replaced != self._replaced[0]:
+        if self.replica.replaced != self._replaced[0] or not self._complete():
             self._replaced = self.replica.replaced, now
-        self._no_rivals = now - self._replaced[1] >= RIVALS_SECONDS
+        over = now - self._replaced[1] >= RIVALS_SECONDS
+        self._undecided = frozenset() if over else frozenset(self.replica.recent_own())
 
     def summary(self) -> Summary:
         """What membership carries of us. `lineage` names the vector; the hash is left out while nobody has computed it."""

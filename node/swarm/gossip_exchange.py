@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
 from ...aggregation.forks import Fork, Key
-from ...aggregation.gossip import Verdict
+from ...aggregation.gossip import UpdateLog, Verdict
 from ...aggregation.heal import Kind
 from ...aggregation.snapshots import Snapshot
 from ...protocol import gossip_wire, limits
@@ -95,17 +95,17 @@ class GossipExchange:
         return await self._with_stream(peer, "Gossip", self._exchange)
 
     async def _exchange(self, peer: str, stream: Stream) -> None:
-        ours = self.replica.hello()
+        ours, era = self.replica.hello(), self.replica.replaced
         await _send_hello(stream, ours)
         await self._hold()
-        await self._transfer(peer, stream, ours, await _read_hello(stream))
+        await self._transfer(peer, stream, ours, await _read_hello(stream), era)
 
     async def serve(self, peer: str, stream: Stream) -> None:
         """Handler of one "Gossip" stream."""
         theirs = await _read_hello(stream)
-        ours = self.replica.hello()
+        ours, era = self.replica.hello(), self.replica.replaced
         await _send_hello(stream, ours)
-        await self._transfer(peer, stream, ours, theirs)
+        await self._transfer(peer, stream, ours, theirs, era)
 
     async def fetch(self, peer: str, tops: Tops) -> bool:
         """What a peer's news announced and we lack. Whether it ended well."""
@@ -114,15 +114,20 @@ class GossipExchange:
             return True
 
         async def fetching(peer: str, stream: Stream) -> None:
-            self.fetches += 1
             with self._claiming(wanted):
-                await stream.send(gossip_wire.encode_want(wanted))
-                await self._hold()
-                got = await self._receive(peer, stream)
+                got = await self._fetch(peer, stream, wanted)
             if got:
                 self._grew(got, peer)
 
         return await self._with_stream(peer, "Fetch", fetching)
+
+    async def _fetch(
+        self, peer: str, stream: Stream, wanted: list[Range], staged: list[tuple[Header, bytes]] | None = None
+    ) -> set[Key]:
+        self.fetches += 1
+        await stream.send(gossip_wire.encode_want(wanted))
+        await self._hold()
+        return await self._receive(peer, stream, staged)
 
     async def serve_fetch(self, peer: str, stream: Stream) -> None:
         """Handler of one "Fetch" stream."""
@@ -147,8 +152,11 @@ class GossipExchange:
 
     # ------------------------------------------------------------------------------------------------ one exchange
 
-    async def _transfer(self, peer: str, stream: Stream, ours: Hello, theirs: Hello) -> None:
-        """Both hellos are known: decide, ask, send what is asked for, take what comes. The same on both sides."""
+    async def _transfer(self, peer: str, stream: Stream, ours: Hello, theirs: Hello, era: int) -> None:
+        """Both hellos are known: decide, ask, send what is asked for, take what comes. The same on both sides.
+
+        `era`: sums that had taken the place of ours at our hello.
+        """
         self.exchanges += 1
         self._tell_proofs(peer, theirs)
         log = self.replica.log
@@ -166,9 +174,9 @@ class GossipExchange:
         staged: list[tuple[Header, bytes]] | None = None
         if (decision.kind is Kind.MERGE and averaging) or decision.kind is Kind.TAKE:
             staged = []  # until all is here: to give up our side before theirs has come would be to learn nothing for a while
-        if decision.kind is Kind.KEEP and not self._moved(ours):
+        if decision.kind is Kind.KEEP and not self._moved(ours, era):
             self._decided(decision.kind, ours, theirs, want.concurrent_weight)
-        elif decision.kind is Kind.ADD:
+        elif decision.kind is Kind.ADD and self.replica.replaced == era:
             self.replica.hear(theirs)
             if theirs.base == self.replica.log.base:
                 self.replica.join_limits(theirs.limits)
@@ -181,7 +189,7 @@ class GossipExchange:
             if not sender.done():
                 sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-        if decision.kind in (Kind.KEEP, Kind.TAKE) and self._moved(ours):
+        if decision.kind in (Kind.KEEP, Kind.TAKE) and self._moved(ours, era):
             return self._again(peer)
         if decision.kind is Kind.TAKE and self._replaced_whole(theirs):
             got = set()  # what they have comes with their state (_catch_up); until then ours stays as it is
@@ -192,13 +200,13 @@ class GossipExchange:
             self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
         if got:
             self._grew(got, peer)
-        await self._catch_up(peer, theirs, decision.kind, wanted)
+        await self._catch_up(peer, theirs, decision.kind, wanted, staged or [], era)
 
-    def _moved(self, ours: Hello) -> bool:
+    def _moved(self, ours: Hello, era: int) -> bool:
         """Whether another exchange has been faster, and this side is no longer what the hello shows: then nothing that follows
         from the hello is true any more."""
-        log = self.replica.log
-        return log.base != ours.base or any(s > log.limits.get(k, s) for k, (s, _) in ours.tops.items())
+        limits = self.replica.log.limits
+        return self.replica.replaced != era or any(s > limits.get(k, s) for k, (s, _) in ours.tops.items())
 
     def _replaced_whole(self, theirs: Hello) -> bool:
         """Whether we, the loser, cannot come to the winner's state by updates: sums from different averages, or an earlier
@@ -238,7 +246,15 @@ class GossipExchange:
             if fork is not None and disputed and theirs.frontier.get((origin, incarnation), (0,))[0] < seq:
                 self._send_proof(peer, fork)
 
-    async def _catch_up(self, peer: str, theirs: Hello, kind: Kind, wanted: list[Range]) -> None:
+    async def _catch_up(
+        self,
+        peer: str,
+        theirs: Hello,
+        kind: Kind,
+        wanted: list[Range],
+        staged: list[tuple[Header, bytes]],
+        era: int,
+    ) -> None:
         """Take the state at the other's floor where its log cannot help any more."""
         replica = self.replica
         for one in wanted:
@@ -259,8 +275,13 @@ class GossipExchange:
         self._replacing = True
         try:
             snapshot = await self._download(peer, theirs.floor_hash)
-            if snapshot is not None and self._fits(snapshot, theirs, forced):
-                replica.replace(snapshot)
+            log: UpdateLog | None = None
+            if snapshot is not None and forced:
+                log = await self._whole(peer, theirs, snapshot, staged)
+            elif snapshot is not None and self._fits(snapshot):
+                log = replica.standing_on(snapshot)
+            if log is not None and replica.replaced == era:
+                replica.replace(log)
                 self._starved.clear()
                 self._say("state at the floor taken", included=replica.state.round, forced=forced)
             if snapshot is not None or forced:  # their floor may have changed since their hello
@@ -268,10 +289,30 @@ class GossipExchange:
         finally:
             self._replacing = False
 
-    def _fits(self, snapshot: Snapshot, theirs: Hello, forced: bool) -> bool:
-        """Whether it may take the place of our log: it has all that is final here, or we have lost to its side."""
-        if forced:
-            return True
+    async def _whole(
+        self, peer: str, theirs: Hello, snapshot: Snapshot, staged: list[tuple[Header, bytes]]
+    ) -> UpdateLog | None:
+        """The state at the winner's floor with all that it has shown above it: with less we would seem to be the lighter side
+        to those who lost with us, and be drawn back. None where that is not to be had."""
+        updates, before = list(staged), 2**63
+        while True:
+            log = self.replica.standing_on(snapshot, updates, ours=False)
+            lacking = _lacking(log, theirs.tops)
+            missing = sum(one.last - one.first + 1 for one in lacking)
+            if not lacking:
+                return log
+            if missing >= before:
+                return None
+            before = missing
+
+            async def fetching(peer: str, stream: Stream, wanted: list[Range] = lacking) -> None:
+                await self._fetch(peer, stream, wanted, updates)
+
+            if not await self._with_stream(peer, "Fetch", fetching):
+                return None
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        """Whether it may take the place of our log: it has all that is final here."""
         ours = self.replica.log.frontier.entries
         return snapshot.base == self.replica.log.base and all(
             snapshot.floor.seq(*key) >= seq for key, (seq, _) in ours.items()
@@ -285,13 +326,7 @@ class GossipExchange:
 
     def lacking(self, tops: Tops) -> list[Range]:
         """What these chains have and ours do not."""
-        log = self.replica.log
-        more = [(key, seq) for key, (seq, _) in tops.items() if seq > log.top(key)[0]]
-        if not more:
-            return []
-        frozen = log.frozen
-        found = [Range(key, log.top(key)[0] + 1, min(seq, frozen.get(key, seq))) for key, seq in sorted(more)]
-        return [one for one in found if one.first <= one.last]
+        return _lacking(self.replica.log, tops)
 
     def _unclaimed(self, lacking: list[Range]) -> list[Range]:
         """Without chains that another exchange is bringing: a chain comes in order, so from one peer at a time."""
@@ -392,6 +427,15 @@ class GossipExchange:
             self._suspect.setdefault(peer, set()).add((header.dot.peer, header.dot.incarnation))
             self._again(peer)
         return False
+
+
+def _lacking(log: UpdateLog, tops: Tops) -> list[Range]:
+    more = [(key, seq) for key, (seq, _) in tops.items() if seq > log.top(key)[0]]
+    if not more:
+        return []
+    frozen = log.frozen
+    found = [Range(key, log.top(key)[0] + 1, min(seq, frozen.get(key, seq))) for key, seq in sorted(more)]
+    return [one for one in found if one.first <= one.last]
 
 
 async def _send_hello(stream: Stream, hello: Hello) -> None:

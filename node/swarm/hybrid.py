@@ -165,7 +165,8 @@ class Hybrid(Gossip):
 
     def is_final(self, dot: Dot) -> bool:
         """Whether an own update counts for good, or is so old that it will not be counted any more."""
-        return self.log.counts_for_good(dot) or dot not in self.replica.recent_own()
+        for_good = self.log.counts_for_good(dot) and dot not in self._undecided
+        return for_good or dot not in self.replica.recent_own()
 
     # ------------------------------------------------------------------------------------------------ messages
 

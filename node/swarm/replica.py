@@ -24,6 +24,9 @@ from ...protocol.version import Dot, VersionVector
 from ..store.gossip_file import file_hash, floor_only
 from .state import SharedState
 
+# Own updates that are final and may yet be lost with their side stay on record, up to so many and so many bytes.
+OWN_KEPT_MAX = 1024
+OWN_KEPT_BYTES_MAX = 64 * 1024**2
 # Updates of every peer that two sides may be apart and still be added: so many outer steps, whatever the size of the swarm.
 HEAL_UPDATES = 8
 
@@ -58,7 +61,7 @@ class Replica:
         book: Book,
         settings: ReplicaSettings,
         durable: VersionVector,
-        members: Callable[[], frozenset[str]],
+        members: Callable[[], frozenset[str] | None],
         life_over: Callable[[], None],
         say: Callable[..., None],
     ) -> None:
@@ -66,7 +69,7 @@ class Replica:
         Args:
             theta0: fp32 [d], what all sums start from.
             durable: the vector of the checkpoint on disk.
-            members: everybody not forgotten, alive or not.
+            members: everybody not forgotten, alive or not; None while that is not known yet.
             life_over: called when own updates were taken back for good: what follows them needs a new incarnation.
         """
         self.me, self.theta0, self.log, self.settings = me, theta0, log, settings
@@ -125,6 +128,11 @@ class Replica:
     def ended(self, key: Key) -> bool:
         """Whether the next update of this chain would not count."""
         return self.log.frozen.get(key, 2**63) <= self.log.vector.seq(*key)
+
+    def recent_own(self) -> list[Dot]:
+        """Own updates on record that may still be lost, or come to count."""
+        form = self.log.rules.compression.form(self.theta0.size)
+        return self._book.dots()[-max(1, min(OWN_KEPT_MAX, OWN_KEPT_BYTES_MAX // (16 * form.total))) :]
 
     # ------------------------------------------------------------------------------------------------ updates
 
@@ -188,7 +196,8 @@ class Replica:
 
     def _vouch(self) -> None:
         """Our own word to the present minimum, again while it makes something final."""
-        while news := self._stability.mine(self._durable, self.log.frontier, self._members()):
+        members = self._members()
+        while members is not None and (news := self._stability.mine(self._durable, self.log.frontier, members)):
             before = self.log.frontier
             self._advance(news)
             if self.log.frontier == before:
@@ -236,7 +245,8 @@ class Replica:
             return Decision(heavier, "both sides have compacted what the other lacks")
         heal_max = self._heal_max(len({peer for peer, _ in [*ours.tops, *theirs.tops]}))
         taken = max(
-            our_weight if _cuts(theirs.limits, ours.tops) else 0, their_weight if _cuts(ours.limits, theirs.tops) else 0
+            our_weight if _cuts(theirs.limits, ours.tops, ours.frontier) else 0,
+            their_weight if _cuts(ours.limits, theirs.tops, theirs.frontier) else 0,
         )
         if ours.base == theirs.base and taken > heal_max:
             # Other pairs have met before and found the other side the heavier one. Joining the limits of both decisions would
@@ -306,27 +316,40 @@ class Replica:
                 raise ValueError("a side's state cannot be rebuilt from the updates at hand")
             sides.append(log.snapshot(folded=True))
         one, two = sides
-        self.replace(merged(one, our_weight, two, their_weight))
+        self.replace(self.standing_on(merged(one, our_weight, two, their_weight), ours=False))
 
-    def replace(self, snapshot: Snapshot) -> None:
-        """Another sum in place of ours; what our log has above it is put on top again. Own updates lost so flow back."""
+    def standing_on(self, snapshot: Snapshot, updates: Staged = (), *, ours: bool = True) -> UpdateLog:
+        """The log that has this snapshot below, and above it these updates and what our log has.
+
+        `ours`: the snapshot is of our own side, so that chains ended here stay ended.
+        """
         old = self.log
-        before = [dot for dot in self._book.dots() if self._book.adopted(dot)]
-        self.log = UpdateLog.from_snapshot(self.theta0, old.rules, snapshot, contributions=old.contributions)
-        self._floor = None
+        log = UpdateLog.from_snapshot(self.theta0, old.rules, snapshot, contributions=old.contributions)
         for fork in old.proofs.values():
-            self.log.retract(fork)
-        for header, payload in old.snapshot().kept:
-            if self.log.judge(header)[0] is Verdict.NEW:
-                self.log.add(header, payload)
+            log.retract(fork)
+        if ours:
+            log.freeze(old.limits)
+        for header, payload in sorted([*updates, *old.snapshot().kept], key=lambda one: one[0].dot):
+            if log.judge(header)[0] is Verdict.NEW:
+                log.add(header, payload)
+        return log
+
+    def replace(self, log: UpdateLog) -> None:
+        """Another log in place of ours. Own updates lost so flow back."""
+        before = [dot for dot in self._book.dots() if self._book.adopted(dot)]
+        self.log = log
+        self._floor = None
         self._stability = Stability(self.me, self._head_at)
         self._durable = VersionVector({})
         self.replaced += 1
         self._owe(before)
 
 
-def _cuts(limits: Mapping[Key, int], tops: Mapping[Key, tuple[int, bytes]]) -> bool:
-    return any(seq < tops.get(key, (0,))[0] for key, seq in limits.items())
+def _cuts(
+    limits: Mapping[Key, int], tops: Mapping[Key, tuple[int, bytes]], frontier: Mapping[Key, tuple[int, bytes]]
+) -> bool:
+    """Whether these limits would take back some of what a peer with these tops has. What is final there stays."""
+    return any(max(seq, frontier.get(key, (0,))[0]) < tops.get(key, (0,))[0] for key, seq in limits.items())
 
 
 def _beyond(frontier: Mapping[Key, tuple[int, bytes]], tops: Mapping[Key, tuple[int, bytes]]) -> bool:

@@ -59,7 +59,7 @@ def test_a_fraction_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "array", "detail"),
     [
-        ("settled", np.zeros(1, np.int64), "settled of shape"),
+        ("adopted", np.zeros(1, np.int64), "adopted of shape"),
         ("damped", np.zeros((4, 1), np.int64), "damped of shape"),
         ("own/0/indices", np.array([0, 4]), "outside 4 coordinates"),
         ("own/0/indices", np.array([-1, 0]), "outside 4 coordinates"),

@@ -46,11 +46,11 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant("own updates that were not adopted count as adopted", "aggregation/book.py",
-           "            if own.adopted:\n                self._put(residual",
-           "            if True:\n                self._put(residual", 1),
+    Mutant("own updates that were not adopted count as adopted", "node/swarm/local_work.py",
+           "        self.book.record(dot, own)\n", "        self.book.record(dot, own)\n        self.book.adopt(dot)\n", 1),
     Mutant("a settled update forgets that it was adopted", "aggregation/book.py",
-           "            if own is None or not own.adopted:\n", "            if own is None or own.adopted:\n", 3),
+           "            if not own.branch:\n",
+           "            if not own.branch:\n                self._put(self._adopted, own, -own.fixed)\n", 3),
     Mutant("an own update is not journaled", "node/store/journal.py",
            "            self._append(_UPDATE, _encode_update(update))\n", "", 2),
     Mutant("the journal is not synced", "node/store/journal.py",
