@@ -6,6 +6,7 @@ one JSON object on stdout with --json) and its exit code; anything unexpected be
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -380,17 +381,41 @@ def run(arguments: list[str]) -> int:
             _json_error("interrupted", "ended by a signal before it was done", "Run it again.", INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`shoal peers | head`); say nothing more to it, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has gone (`shoal peers | head`)
         return int(ExitCode.FAILED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _report(_full(error), as_json)
         return _crash(error, as_json)
+
+
+def _full(error: OSError) -> ShoalError:
+    if error.filename is None:  # what is said of a file has its name; here the output itself goes to a full disk
+        _drop_output()
+    return ShoalError(
+        "The disk is full",
+        values=f"{error.filename or 'the output'}: {error.strerror}",
+        todo="Free some space there, or write somewhere else.",
+        code=ExitCode.DISK,
+    )
+
+
+def _drop_output() -> None:
+    """Say nothing more on stdout, not even at exit, where what is still buffered would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def main() -> None:
     """Entry point of the `shoal` command."""
     code = run(sys.argv[1:])
-    sys.stdout.flush()
+    try:
+        if sys.stdout is not None:  # None: started with stdout closed
+            sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        code = code or int(ExitCode.FAILED)
+    if code == INTERRUPTED:  # a model that is being loaded or measured in a thread is not waited for
+        os._exit(code)
     sys.exit(code)
 
 

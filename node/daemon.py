@@ -26,20 +26,26 @@ class Daemon:
     def __init__(self, config: Config, invite: Invite | None, *, given_run: bool) -> None:
         """`given_run`: the configuration file has [run] tables, so they must agree with a run already on disk."""
         self.config = config
+        self._signalled = False
         self.node = Node(
             config, invite, real_host(), given_run=given_run, on_open=self._serve_people, on_ready=self._look_around
         )
 
     async def run(self) -> int:
-        """The exit code. Raises ShoalError for what a person must mend."""
+        """The exit code. Raises ShoalError for what a person must mend, KeyboardInterrupt when a signal came before there was
+        anything to leave."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        return await self.node.run()
+        code = await self.node.run()
+        if self._signalled and not self.node.ready:
+            raise KeyboardInterrupt
+        return code
 
     def _on_signal(self) -> None:
         if self.node.leaving:
             os._exit(SECOND_SIGNAL)  # a second one exits now; everything that must survive is on disk already
+        self._signalled = True
         self.node.leave()
 
     # ------------------------------------------------------------------------------------------------ people

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,9 @@ def _play(loaded: Scenario, scenario: str, seed: int, until: float | None) -> Re
     replay = _replay(scenario, seed, until)
     try:
         return loaded.play(seed, until_s=until, replay=replay)
+    except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None  # the nodes end in the middle of what they do: nothing of it is worth a word
+        raise
     except Exception:
         click.echo(f"the simulation itself failed; replay: {replay}", err=True)
         raise

@@ -51,13 +51,14 @@ def plot_evaluation(path: Path, found: Mapping[str, Any], history: Sequence[Mapp
         figure.savefig(scratch, dpi=DOTS_PER_INCH, format="png")
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise ShoalError(
             "The plot could not be written",
             values=f"{path}: {error}",
             todo="Name a file in a folder that exists and has room.",
             code=ExitCode.DISK,
         ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _history(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:

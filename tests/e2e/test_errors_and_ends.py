@@ -296,6 +296,61 @@ def test_an_invite_leads_a_restart_to_a_member_that_moved(tmp_path: Path) -> Non
         one.assert_same_history(from_round=together)
 
 
+NOBODY = f"shoal://{Identity.generate(b'1' * 32).peer_id}@127.0.0.1:1/{'00' * 32}"
+# Its imports and the making of its model take seconds, in a thread that nothing can stop.
+LOADING = '[run]\nlearner = "grpo"\n[run.admission]\nmode = "open"\n'
+BEGUN = {
+    "join": (["join", NOBODY], "no peer answered yet"),
+    "up": (["up", "--config", "run.toml"], "loading the model"),
+    "demo": (["demo", "--dir", "demo"], "warming up"),
+    "sim": (["sim", "lan", "--seeds", "0..99", "--until", "3"], "seed 0: ok"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("sim", signal.SIGINT), *((c, n) for c in ("join", "up", "demo") for n in (signal.SIGINT, signal.SIGTERM))],
+)
+def test_a_command_that_is_ended_before_it_is_done_is_quiet_and_leaves_nothing_running(
+    tmp_path: Path, command: str, number: int
+) -> None:
+    arguments, begun = BEGUN[command]
+    (tmp_path / "run.toml").write_text(LOADING)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal.node.cli", *arguments],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SHOAL_NODE__DATA_DIR": "node",
+             "SHOAL_NODE__LISTEN": "127.0.0.1", "SHOAL_NODE__PORT": "0", "SHOAL_NODE__LAN_DISCOVERY": "false"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        said = ""
+        while begun not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        process.send_signal(number)
+        said += process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said and "ignored" not in said
+    assert not running_in(tmp_path)
+
+
+def running_in(folder: Path) -> list[str]:
+    """Commands of processes that work in this folder or were told of it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if str(folder) in command or (entry / "cwd").resolve().is_relative_to(folder):
+                found.append(command)
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return found
+
+
 @pytest.mark.parametrize("mode", ["ring", "gossip"])
 def test_a_node_that_has_not_begun_to_train_leaves_at_once(tmp_path: Path, mode: str) -> None:
     template = QUADRATIC.replace("[run.sync]", f'[run.sync]\nmode = "{mode}"')

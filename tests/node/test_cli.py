@@ -222,6 +222,21 @@ def test_a_reader_that_goes_away_is_no_crash():
     assert done.returncode == ExitCode.FAILED and done.stderr == ""
 
 
+def test_a_closed_stdout_is_no_crash():
+    program = [sys.executable, "-m", "shoal.node.cli", "up", "--print-config"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *program], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.OK and done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_output_to_a_full_disk_is_an_error_in_three_parts():
+    program = [sys.executable, "-m", "shoal.node.cli", "up", "--print-config"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.DISK and done.stderr.startswith("shoal: The disk is full\n"), done.stderr
+    assert len(done.stderr.splitlines()) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

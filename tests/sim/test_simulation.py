@@ -13,7 +13,7 @@ from shoal.sim import Link, Simulation
 from shoal.sim.byzantine import KINDS
 from shoal.sim.schedules import run_random
 
-from .hunt import broken
+from .hunt import broken, hunt
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +62,7 @@ for seed in (3, 4):
 """
 
 
+@pytest.mark.timeout(300)
 def test_one_seed_one_trace_whatever_the_hash_seed() -> None:
     traces = set()
     for hash_seed in ("0", "1", "4711"):
@@ -69,7 +70,7 @@ def test_one_seed_one_trace_whatever_the_hash_seed() -> None:
             [sys.executable, "-c", SCRIPT],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             check=True,
         )
@@ -95,17 +96,17 @@ def _collect(hunts: list[subprocess.Popen[str]], timeout_s: float) -> str:
             one.kill()
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", range(0, 200, 10))
 @pytest.mark.timeout(300)
 def test_random_faults_break_nothing(first: int) -> None:
-    """200 schedules of every kind of fault but lies, checked after every event. Two processes, ten seeds each."""
-    assert not _collect([_hunt(first, 10), _hunt(first + 10, 10)], 290)
+    """200 schedules of every kind of fault but lies, checked after every event."""
+    assert not list(hunt(first, 10))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_one_liar_breaks_nothing_for_the_others(kind: str) -> None:
-    assert not _collect([_hunt(0, 3, "--byzantine", kind)], 190)
+    assert not list(hunt(0, 3, kind))
 
 
 def test_each_liar_on_the_wire_does_something_of_its_own() -> None:
