@@ -9,8 +9,7 @@ from .hunt import broken
 SLOW = {(100026, "gossip"), (100079, "gossip")}
 BROKE = {
     (100000, "ring"): "a fork that died with its only holder's disk was to be reported by those who never saw it",
-    (100007, "hybrid"): "a peer that had lost held the winner's floor alone for a while, seemed lighter than the losers and was "
-    "drawn back",
+    (100007, "hybrid"): "who had lost held the winner's floor alone for a while and was drawn back by other losers",
     (100026, "gossip"): "a limit below what was final made every later healing find itself overtaken, for ever",
     (100037, "hybrid"): "an own sum was settled that went with its side",
     (100079, "gossip"): "an own update that was final on a side of one was settled, and went with that side",
