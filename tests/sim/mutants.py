@@ -91,7 +91,7 @@ MUTANTS = [
            'return _roster(_parse(envelope.roster.body, wire_pb2.Roster(), "roster"), peer, run_id)', 43, "forge"),
     Mutant("a dense update is forgotten over a restart", "node/swarm/ballot_driver.py",
            "for update in self._journal.updates if update.dot == mine]",
-           "for update in self._journal.updates if update.dot == mine and self._ballot.roster.attempt == 0]", 60020),
+           "for update in self._journal.updates if update.dot == mine and self._ballot.roster.attempt == 0]", 60021),
     Mutant("gossip: heads are not compared", "aggregation/gossip.py",
            "            if held.header.signed == header.signed or held.top[1] == head_of(header):\n",
            "            if True:\n", 31, "equivocate", "gossip"),
