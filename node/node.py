@@ -225,7 +225,8 @@ class Node:
         self.identity = self.host.identity(self.data.identity)
         self.closers.append(self.identity.close)
         self.say = self.host.logs(path, node.log_level, self.identity.peer_id)
-        self.troubles = Recurring(self.say, asyncio.get_running_loop().time)
+        self._loop = asyncio.get_running_loop()
+        self.troubles = Recurring(self.say, self._loop.time)
         with usable(self.data.journal):
             self.journal = Journal(self.data.journal, disk=self.host.disk)
         self.closers.append(self.journal.close)
@@ -511,7 +512,14 @@ class Node:
     # ------------------------------------------------------------------------------------------------ others
 
     def _new_life(self, incarnation: int) -> None:
-        if self.members is not None:
+        """Others are told by the event loop; a new life may begin in its worker, just before an update is signed."""
+        if self.members is None:
+            return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop.call_soon_threadsafe(self.members.new_life, incarnation)
+        else:
             self.members.new_life(incarnation)
 
     def _on_welcome(self, peer: str, welcome: Welcome) -> None:
