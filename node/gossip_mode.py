@@ -74,10 +74,16 @@ def log_parts(log: UpdateLog, theta0: np.ndarray) -> dict[str, np.ndarray | byte
 
 def restored_log(node: Node, parts: Mapping[str, np.ndarray | bytes]) -> tuple[UpdateLog, np.ndarray]:
     """The log of a checkpoint, and theta0. Raises PeerFault when it is damaged."""
+    return log_of(parts, rules_of(node.config), contributions_of(node))
+
+
+def log_of(
+    parts: Mapping[str, np.ndarray | bytes], rules: GossipRules, contributions: Contributions | None = None
+) -> tuple[UpdateLog, np.ndarray]:
+    """As `restored_log`, without a node."""
     theta0 = np.array(parts["theta0"], np.float32)
     own = unpack({name[len(PREFIX) :]: part for name, part in parts.items() if name.startswith(PREFIX)})
-    rules = rules_of(node.config)
-    return UpdateLog.from_snapshot(theta0, rules, own, contributions=contributions_of(node)), theta0
+    return UpdateLog.from_snapshot(theta0, rules, own, contributions=contributions), theta0
 
 
 def scale_of(*, weight: int, usual: int, peers: int, outer_lr: float, stale: int) -> float:
@@ -191,6 +197,8 @@ def make_gossip(node: Node, log: UpdateLog, theta0: np.ndarray, variant: Variant
         life_over=node.lives.over,
         say=node.say,
     )
+    if node.recording is not None:
+        replica.on_average = node.recording.average
     exchange = GossipExchange(
         run_id=node.run_.id,
         clock=clock,

@@ -65,6 +65,10 @@ def make_hybrid(node: Node, log: UpdateLog, theta0: np.ndarray) -> Hybrid:
     node.host.disk.make_folder(folder)
     combined = Journal(folder, disk=node.host.disk)
     node.closers.append(combined.close)
+    if node.recording is not None:
+        for update in combined.updates:  # what was said just before a death
+            node.recording.update(update)
+        combined.on_update = node.recording.update
 
     def scale(base: SharedState, result: LocalResult, now: SharedState) -> float:
         return damping_of(

@@ -131,6 +131,7 @@ def make_rounds(node: Node, log: CommitLog) -> Rounds:
         on_failure=lambda attempt, why: rounds.ballot.dense_failed(attempt, why),
         on_trouble=node.trouble,
         before_chunk=exchanging,
+        record=node.recording.chunk if node.recording is not None else None,
     )
     rounds = Rounds(
         identity=node.identity,

@@ -3,13 +3,16 @@
     python -m shoal.sim.replay DIR...      # the data folders of all peers, recorded with node.record_bytes_max
 
 Simulated peers stand in for the real ones: same manifest, same identities, same node code, but virtual network, clock and disk,
-and a learner that learns nothing. What the real peers published and decided is given to them, each update to its origin and
-each commit to a peer drawn at random; everything else, who gets it from whom and what it makes of the state, is theirs.
+and a learner that learns nothing. What the real peers published and decided is given to them: each update to its origin, each
+commit to a peer drawn at random, the reduced chunks of a dense round to one of its ring, an average of healed sides to two.
+Everything else, who gets it from whom and what it makes of the state, is theirs.
 Ring mode: every round's state hash is compared with what each real peer wrote into its history, and the last one with its
-checkpoint. Gossip mode has no rounds: when all recorded updates are everywhere, the hash is compared with the checkpoints.
+checkpoint. Gossip and hybrid mode have no rounds of all: when all recorded updates are everywhere, the hash is compared with
+the checkpoints. In hybrid mode each ring's sum is also added up again from its members' updates and compared with what they
+sealed.
 
-Does not cover: hybrid mode; dense exchanges, whose reduced chunks are not recorded; healed sides of a partition in gossip mode,
-since what was taken back is not recorded either; the language model's warm-up.
+Does not cover: how it was decided which side of a partition wins, and with which weights; updates of a chain that a healing
+with an average has left behind; the language model's warm-up.
 """
 
 from __future__ import annotations
@@ -17,70 +20,41 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..aggregation.forks import Key
+from ..aggregation.gossip import NO_BASE, UpdateLog
+from ..aggregation.snapshots import Snapshot
 from ..node import learners
-from ..node.config import Config, RunConfig, run_from_manifest, run_id_of
+from ..node.config import Config
 from ..node.learner import LocalResult, StepStats
 from ..node.learners import NodeLearner
-from ..node.store.checkpoint import Checkpoints
-from ..node.store.metrics import read_metrics
-from ..node.store.recording import read_recording
 from ..node.swarm.gossip import Gossip
-from ..node.swarm.manifest import open_genesis
 from ..node.swarm.rounds import Rounds
-from ..protocol.ballot_messages import Commit, Exchange, Header
-from ..protocol.ballot_wire import decode_commit, decode_header, encode_commit
+from ..protocol.ballot_messages import Encoding, Exchange, Header, Value
+from ..protocol.ballot_wire import encode_commit
 from ..protocol.errors import ExitCode, ShoalError
-from ..protocol.identity import Identity
-from ..protocol.wire_pb2 import Commit as WireCommit
-from ..protocol.wire_pb2 import Envelope, Signed
+from ..protocol.version import VersionVector
+from ..protocol.wire_pb2 import Envelope
 from .link import Link
 from .peer import Peer
+from .recorded import Run, Update, averaged, check_sums, keys_of, load, unfit
 from .simulation import Simulation
 
 # Virtual seconds after which everybody is up, and how long one recorded step may take to reach everybody.
 START_SECONDS = 60.0
 STEP_SECONDS_MAX = 120.0
+# Waits of gossip mode, beside that for the updates.
+GOSSIP_STEPS = 4
 POLL_SECONDS = 0.25
 NEVER = 10**9
 # Updates of gossip mode are given to their origins at random times within this.
 SPREAD_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class RealPeer:
-    """What one data folder says.
-
-    Attributes:
-        seed: 32 bytes, of its key.
-        history: round → first 16 hex digits of the state hash that it had then.
-        round, state_hash: of its newest checkpoint.
-    """
-
-    name: str
-    peer_id: str
-    seed: bytes
-    history: dict[int, str]
-    round: int
-    state_hash: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recorded run: founder first. `commits`: the chain, oldest first; none in gossip mode."""
-
-    config: RunConfig
-    id: bytes
-    genesis_lineage: bytes
-    peers: tuple[RealPeer, ...]
-    updates: tuple[tuple[Header, bytes], ...]
-    commits: tuple[Commit, ...]
 
 
 @dataclass
@@ -91,7 +65,9 @@ class Comparison:
     peers: int
     updates: int
     commits: int
-    compared: int = 0  # state hashes of real peers that the replay was held against
+    averages: int = 0  # of sides of a partition
+    taken_back: int = 0  # updates of a side that lost
+    compared: int = 0  # hashes of real peers that the replay was held against
     state_hash: str = ""
     differences: list[str] = field(default_factory=list)
 
@@ -103,79 +79,6 @@ class Comparison:
 
     def summary(self) -> dict[str, Any]:
         return {"ok": not self.differences and self.compared > 0, **self.__dict__}
-
-
-# --- what was recorded ------------------------------------------------------------------------------------------------
-
-
-def load(folders: Sequence[Path]) -> Run:
-    """Raises ShoalError: a folder without a recording, of another run, or a chain with a gap."""
-    manifests = {(folder / "manifest.json").read_bytes() for folder in folders}
-    if len(manifests) != 1:
-        raise _unfit(f"{len(manifests)} different manifests", "Give the folders of one run.")
-    (manifest,) = manifests
-    run_id, config = run_id_of(manifest), run_from_manifest(manifest)
-    if config.sync.mode == "hybrid":
-        raise _unfit("a run in hybrid mode", "Record a run in ring or gossip mode.")
-    genesis = open_genesis(Signed.FromString((folders[0] / "genesis").read_bytes()), run_id)
-    peers, updates, commits = [], {}, {}
-    for folder in folders:
-        if not (folder / "recording").exists():
-            raise _unfit(f"{folder} has no recording", "Run every peer with node.record_bytes_max above 0.")
-        recorded = read_recording((folder / "recording").read_bytes())
-        for start in recorded.updates:
-            header = decode_header(start.header, run_id)
-            updates[header.update_hash] = header, start.payload
-        for raw in recorded.commits:
-            commit = decode_commit(WireCommit.FromString(raw), run_id)
-            commits[commit.value.lineage] = commit
-        peers.append(_real_peer(folder))
-    peers.sort(key=lambda peer: peer.peer_id != genesis.founder)
-    if peers[0].peer_id != genesis.founder:
-        raise _unfit("the founder's folder is missing", "Give the folders of all peers.")
-    chain = _chain(commits, genesis.lineage)
-    if any(commit.value.exchange is Exchange.RING_DENSE for commit in chain):
-        raise _unfit("a dense round", 'Record a run with run.sync.exchange = "sparse".')
-    order = sorted(updates.values(), key=lambda u: u[0].dot)
-    return Run(config, run_id, genesis.lineage, tuple(peers), tuple(order), chain)
-
-
-def _real_peer(folder: Path) -> RealPeer:
-    encoded = (folder / "identity").read_bytes()
-    checkpoint = Checkpoints(folder / "checkpoints").newest(lambda text: None)
-    history = {int(r["round"]): str(r["state_hash"]) for r in read_metrics(folder)}
-    state = checkpoint.state if checkpoint else None
-    return RealPeer(
-        name=folder.name,
-        peer_id=Identity.decode(encoded).peer_id,
-        seed=encoded[4:36],
-        history=history,
-        round=state.round if state else 0,
-        state_hash=state.hash.hex() if state else "",
-    )
-
-
-def _chain(commits: dict[bytes, Commit], genesis: bytes) -> tuple[Commit, ...]:
-    """The longest chain from the genesis on."""
-    by_base: dict[bytes, list[Commit]] = {}
-    for commit in commits.values():
-        by_base.setdefault(commit.base_lineage, []).append(commit)
-    best: list[Commit] = []
-    paths: list[list[Commit]] = [[]]
-    while paths:
-        path = paths.pop()
-        best = max(best, path, key=len)
-        paths += [[*path, nxt] for nxt in by_base.get(path[-1].value.lineage if path else genesis, ())]
-    return tuple(best)
-
-
-def _unfit(found: str, todo: str) -> ShoalError:
-    return ShoalError(
-        "These folders cannot be replayed",
-        values=f"found {found}, expected whole recordings of one run",
-        todo=todo,
-        code=ExitCode.MISMATCH,
-    )
 
 
 # --- playing ----------------------------------------------------------------------------------------------------------
@@ -207,11 +110,14 @@ def replay(run: Run, seed: int = 0) -> Comparison:
     lossy = Link(latency_ms=(5, 80), loss=0.05, duplicate=0.02, reorder=0.05)
     sim = Simulation(seed, learner=idle, link=lossy, step_seconds=5.0)
     sim.run_config = run.config
-    peers = sim.add_peers(len(run.peers), node={"eval_every_rounds": -1})
+    in_rounds = run.config.sync.mode == "ring"
+    peers = sim.add_peers(len(run.peers), node={"eval_every_rounds": -1, "wait_for_start": not in_rounds})
     for peer, real in zip(peers, run.peers, strict=True):
         peer.identity_seed, peer.peer_id = real.seed, real.peer_id
-    found = Comparison(run.config.sync.mode, len(peers), len(run.updates), len(run.commits))
-    play = _gossip(sim, run, found, rng) if run.config.sync.mode == "gossip" else _ring(sim, run, found, rng)
+    found = Comparison(run.config.sync.mode, len(peers), len(run.updates), len(run.commits), len(run.averages))
+    if run.config.sync.mode == "hybrid":
+        check_sums(run, found.same)
+    play = _ring(sim, run, found, rng) if in_rounds else _gossip(sim, run, found, rng)
     ended: list[bool] = []
 
     def go_on() -> None:
@@ -226,7 +132,7 @@ def replay(run: Run, seed: int = 0) -> Comparison:
 
     sim.at(0.0, go_on)
     # The checkers compare with what the simulated journals say, and these peers never said what they are given.
-    steps = max(1, len(run.commits))
+    steps = len(run.commits) if in_rounds else GOSSIP_STEPS
     until = START_SECONDS + SPREAD_SECONDS + STEP_SECONDS_MAX * (steps + 1)
     report = sim.run(until, stride=NEVER, until=lambda: bool(ended), settle_s=0.0)
     found.differences += [f"the simulation itself failed: {text[:300]}" for text in report.errors]
@@ -239,7 +145,7 @@ def _wait(sim: Simulation, condition: Any, what: str) -> Iterator[None]:
     deadline = sim.now + STEP_SECONDS_MAX
     while not condition():
         if sim.now > deadline:
-            raise _unfit(f"not within {STEP_SECONDS_MAX:.0f} virtual seconds: {what}", "")
+            raise unfit(f"not within {STEP_SECONDS_MAX:.0f} virtual seconds: {what}", "")
         yield
 
 
@@ -258,10 +164,13 @@ def _ring(sim: Simulation, run: Run, found: Comparison, rng: random.Random) -> I
         value = commit.value
         for named in value.updates:
             if named.update_hash not in updates:
-                raise _unfit(f"update {named.dot} of round {value.round} is in no recording", "")
+                raise unfit(f"update {named.dot} of round {value.round} is in no recording", "")
             node = by_peer[named.dot.peer].node
             assert node is not None
-            node.store.put(*updates[named.update_hash])
+            header, payload = updates[named.update_hash]
+            node.store.put(header, b"" if header.encoding is Encoding.DENSE else payload)
+        if value.exchange is Exchange.RING_DENSE:
+            _give_chunks(by_peer[rng.choice(value.ring)], run, value)
         teller, hearer = rng.sample(sim.peers, 2) if len(sim.peers) > 1 else (sim.peers[0],) * 2
         with hearer.host.inside():
             assert hearer.node is not None and hearer.node.rounds is not None
@@ -280,6 +189,14 @@ def _ring(sim: Simulation, run: Run, found: Comparison, rng: random.Random) -> I
                 found.same(f"{real.name}, its checkpoint", real.state_hash, found.state_hash)
 
 
+def _give_chunks(holder: Peer, run: Run, value: Value) -> None:
+    """What a dense round's ring has reduced, to one of it; the others fetch it from there."""
+    if not set(value.chunk_hashes) <= run.chunks.keys():
+        raise unfit(f"no chunks of round {value.round}", "Record with this version of shoal.")
+    assert holder.node is not None and isinstance(holder.node.rounds, Rounds)
+    holder.node.rounds._dense._chunks = {hash_: run.chunks[hash_] for hash_ in value.chunk_hashes}
+
+
 def _ready(peer: Peer) -> bool:
     return peer.node is not None and peer.node.ready
 
@@ -293,32 +210,94 @@ def _stop_own_rounds(peers: Sequence[Peer]) -> bool:
 
 
 def _gossip(sim: Simulation, run: Run, found: Comparison, rng: random.Random) -> Iterator[None]:
-    """Every update to its origin, at a random time but in the order of its chain; the swarm spreads them."""
+    """Every update to its origin, at a random time but in the order of its chain; the swarm spreads them.
+
+    Where the sides of a partition were healed, the simulated peers are given what was decided: an average to two of them, from
+    which the others have it; the limits of abandoned chains to the origins of these, after what they take back.
+    """
     yield from _wait(sim, lambda: _up(sim.peers), "all peers are up")
-    by_peer = {peer.peer_id: peer for peer in sim.peers}
-    times = sorted(sim.now + rng.uniform(0, SPREAD_SECONDS) for _ in run.updates)
-    origins = [header.dot.peer for header, _ in run.updates]
+    end = run.end
+    start = VersionVector({})
+    if end.base != NO_BASE:
+        average = averaged(run).get(end.base)
+        if average is None:
+            raise unfit("sums that no recorded average comes to", "Give the folders of all peers.")
+        start = average.floor
+        yield from _take_average(sim, run, average, rng)
+    first, last = keys_of(start), keys_of(end.vector)
+    new = [u for u in run.updates if u[0].dot.seq > first.get(_key(u[0]), 0)]
+    counted = [u for u in new if u[0].dot.seq <= last.get(_key(u[0]), 0)]
+    over = [u for u in new if u[0].dot.seq > last.get(_key(u[0]), 0)]
+    taken_back = [u for u in over if _key(u[0]) in end.limits]
+    found.taken_back = len(taken_back)
+    if len(taken_back) < len(over) and end.base == NO_BASE:
+        found.differences.append(f"{len(over) - len(taken_back)} updates are recorded, and in no log at the end")
+    times = sorted(sim.now + rng.uniform(0, SPREAD_SECONDS) for _ in counted)
+    origins = [header.dot.peer for header, _ in counted]
     rng.shuffle(origins)
-    queues = {peer: [u for u in run.updates if u[0].dot.peer == peer] for peer in sorted(set(origins))}
+    queues = {peer: [u for u in counted if u[0].dot.peer == peer] for peer in sorted(set(origins))}
     for at, origin in zip(times, origins, strict=True):
         while sim.now < at:
             yield
-        header, payload = queues[origin].pop(0)
-        peer = by_peer[origin]
-        assert peer.node is not None and isinstance(peer.node.rounds, Gossip)
-        with peer.host.inside():
-            peer.node.rounds.replica.add(header, payload)
-            peer.node.rounds.grew({(header.dot.peer, header.dot.incarnation)})
-    count = len(run.updates)
-    yield from _wait(sim, lambda: {s.round for s in sim.running_states()} == {count}, "every peer has every update")
+        _give(sim, origin, [queues[origin].pop(0)], {})
+    everything = end.vector.hash()
+    yield from _wait(sim, lambda: _all(sim, lambda log: log.vector.hash() == everything), "every peer has every update")
+    for origin in sorted({key[0] for key in end.limits}):
+        limits = {key: seq for key, seq in end.limits.items() if key[0] == origin}
+        _give(sim, origin, [u for u in taken_back if u[0].dot.peer == origin], limits)
+    yield from _wait(
+        sim,
+        lambda: _all(sim, lambda log: log.vector.hash() == everything and log.limits.items() >= end.limits.items()),
+        "every peer knows which chains have ended",
+    )
     hashes = {state.hash.hex() for state in sim.running_states()}
     if len(hashes) != 1:
         found.differences.append(f"{len(hashes)} hashes in the replay")
     found.state_hash = hashes.pop()
     for real in run.peers:
-        if real.round != count:
-            found.differences.append(f"{real.name} had {real.round} updates when it ended, {count} are recorded")
+        if real.log is None or real.log.version != end.version:
+            found.differences.append(f"{real.name} had {real.round} updates when it ended, others {end.included}")
         found.same(f"{real.name}, its checkpoint", real.state_hash, found.state_hash)
+
+
+def _key(header: Header) -> Key:
+    return header.dot.peer, header.dot.incarnation
+
+
+def _all(sim: Simulation, condition: Callable[[UpdateLog], bool]) -> bool:
+    logs = [peer.node.rounds.log for peer in sim.peers if peer.node and isinstance(peer.node.rounds, Gossip)]
+    return len(logs) == len(sim.peers) and all(map(condition, logs))
+
+
+def _give(sim: Simulation, origin: str, updates: Sequence[Update], limits: Mapping[Key, int]) -> None:
+    """Put its own updates into a peer's log and tell others; then, before anybody can ask, end chains of it."""
+    (peer,) = (peer for peer in sim.peers if peer.peer_id == origin)
+    assert peer.node is not None and isinstance(peer.node.rounds, Gossip)
+    gossip = peer.node.rounds
+    with peer.host.inside():
+        for header, payload in updates:
+            gossip.replica.add(header, payload)
+        gossip.replica.join_limits(limits)
+        gossip.grew({_key(header) for header, _ in updates})
+
+
+def _take_average(sim: Simulation, run: Run, average: Snapshot, rng: random.Random) -> Iterator[None]:
+    """Two peers take an average in place of the beginnings of what it is made of, which all have; the others download it."""
+    floor = keys_of(average.floor)
+    begun = {key: rng.randrange(seq) for key, seq in sorted(floor.items())}
+    for origin in sorted({peer for peer, _ in floor}):
+        own = [u for u in run.updates if u[0].dot.peer == origin]
+        _give(sim, origin, [u for u in own if u[0].dot.seq <= begun.get(_key(u[0]), 0)], {})
+    wanted = {key: seq for key, seq in begun.items() if seq}
+    yield from _wait(
+        sim, lambda: _all(sim, lambda log: keys_of(log.vector) == wanted), "every peer has the first updates"
+    )
+    for peer in rng.sample(sim.peers, min(2, len(sim.peers))):
+        assert peer.node is not None and isinstance(peer.node.rounds, Gossip)
+        with peer.host.inside():
+            replica = peer.node.rounds.replica
+            replica.replace(replica.standing_on(average))
+    yield from _wait(sim, lambda: _all(sim, lambda log: log.base == average.base), "every peer has taken the average")
 
 
 def main() -> int:

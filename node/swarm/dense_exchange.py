@@ -45,9 +45,11 @@ class DenseExchange:
         on_failure: Callable[[int, str], None],
         on_trouble: Callable[[str, BaseException], None],
         before_chunk: Callable[[], Awaitable[None]] | None = None,
+        record: Callable[[bytes], None] | None = None,
     ) -> None:
         """
         Args:
+            record: takes every reduced chunk of a committed round; blocks.
             bits: how reduced chunks travel (8, 16 or 32).
             on_complete: told the hashes of all reduced chunks, in order.
             on_failure: told the attempt that cannot complete any more, and why.
@@ -55,7 +57,7 @@ class DenseExchange:
         self._me, self._clock, self._open = me, clock, open_stream
         self._d, self._bits, self._rules = d, bits, rules
         self._on_complete, self._on_failure, self._on_trouble = on_complete, on_failure, on_trouble
-        self._before_chunk = before_chunk
+        self._before_chunk, self._record = before_chunk, record
         self._key: tuple[int, bytes, int] | None = None
         self._order: tuple[str, ...] = ()
         self._reduce: RingReduce | None = None
@@ -195,6 +197,8 @@ class DenseExchange:
         if missing:
             return None
         payloads = [self._chunks[h] for h in value.chunk_hashes]
+        if (record := self._record) is not None:
+            await self._clock.run(lambda: [record(payload) for payload in payloads])
         return await self._clock.run(lambda: _fixed(join_chunks(payloads, self._d, self._bits)))
 
     async def _fetch(self, holder: str, hashes: list[bytes], bytes_max: int) -> None:

@@ -79,6 +79,8 @@ class Replica:
         self._state: tuple[bytes, SharedState] | None = None
         self._floor: tuple[int, Snapshot, bytes] | None = None
         self.replaced = 0  # sums that took the place of ours
+        # Told of two sides, each with its weight, before their average takes the place of ours.
+        self.on_average: Callable[[Snapshot, int, Snapshot, int], None] = lambda one, one_weight, two, two_weight: None
 
     def _head_at(self, key: Key, seq: int) -> bytes | None:
         return self.log.head_at(key, seq)
@@ -316,6 +318,7 @@ class Replica:
                 raise ValueError("a side's state cannot be rebuilt from the updates at hand")
             sides.append(log.snapshot(folded=True))
         one, two = sides
+        self.on_average(one, our_weight, two, their_weight)
         self.replace(self.standing_on(merged(one, our_weight, two, their_weight), ours=False))
 
     def standing_on(self, snapshot: Snapshot, updates: Staged = (), *, ours: bool = True) -> UpdateLog:
