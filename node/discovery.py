@@ -94,7 +94,7 @@ async def join_dht(node: Node) -> None:
     from ..protocol.dht import Dht
 
     table = node.config.node.dht
-    dht = Dht(node.identity, node.data.identity, node.run_.id)
+    dht = Dht(node.identity, node.data.identity, node.run_.id, node.rng)
     node.closers.append(dht.close)
     try:
         where = await dht.start(table.listen, table.bootstrap)

@@ -1,8 +1,8 @@
 """What a commit proves, who may vote next, and the chain of commits: ancestry, forks, and which side of a fork wins.
 Pure.
 
-`CommitLog` keeps the records of the last `COMMIT_RECORDS_KEPT` rounds, on every branch that was heard of, so that the point of
-a fork is known; what it cannot know it says.
+`CommitLog` keeps the records of the last `COMMIT_RECORDS_KEPT` rounds, as far as they fit into its bytes, on every branch
+that was heard of, so that the point of a fork is known; what it cannot know it says.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class CommitRecord:
     total_weight: int  # along the lineage, this one included
 
     @property
+    def size(self) -> int:
+        """Bytes of what was signed."""
+        commit = self.checked.commit
+        return len(commit.value.encoded) + sum(len(vote.signed) for vote in commit.votes)
+
+    @property
     def round(self) -> int:
         return self.checked.value.round
 
@@ -75,9 +81,16 @@ class CommitLog:
         *,
         electorate: Collection[str] = (),
         kept: int = limits.COMMIT_RECORDS_KEPT,
+        bytes_max: int = limits.COMMIT_RECORDS_BYTES_MAX,
     ) -> None:
-        """`root`: lineage of the state at `root_round`, its cumulative weight, who may vote after it. `kept`: rounds."""
-        self.kept = kept
+        """
+        Args:
+            root: lineage of the state at `root_round`, whose cumulative weight is `root_weight`.
+            electorate: who may vote after it.
+            kept: rounds.
+            bytes_max: of the own branch, encoded, and as many again of others.
+        """
+        self.kept, self._bytes_max = kept, bytes_max
         self.root_electorate = frozenset(electorate)
         self._root = (root, root_round, root_weight)
         self._records: dict[bytes, CommitRecord] = {}
@@ -179,14 +192,25 @@ class CommitLog:
         return side[::-1]
 
     def _drop(self, tip: bytes) -> None:
-        """Forget what is older than `kept` rounds before `tip`, then, to stay within twice `kept`, other branches."""
-        own = {r.lineage for r in self.chain(tip)}
-        newest = max((self._records[line].round for line in own), default=self._root[1])
-        for record in [r for r in self._records.values() if r.round <= newest - self.kept]:
+        """Forget what is more than `kept` rounds, or on the own branch `bytes_max`, older than `tip`; then, to stay within
+        twice both, other branches."""
+        own, size, first = set[bytes](), 0, self._root[1] + 1
+        for record in self.chain(tip):
+            own.add(record.lineage)
+            size += record.size
+            if len(own) == 1:
+                first = record.round - self.kept + 1
+            elif size > self._bytes_max:
+                first = max(first, record.round + 1)
+        for record in [r for r in self._records.values() if r.round < first]:
             del self._records[record.lineage]
             if record.lineage in own and record.round >= self._root[1]:
                 self._root = (record.lineage, record.round, record.total_weight)
                 self.root_electorate = frozenset(electorate_after(record.checked.value))
+        size = sum(r.size for r in self._records.values())
         others = sorted((r for r in self._records.values() if r.lineage not in own), key=lambda r: r.round)
-        for record in others[: max(0, len(self._records) - 2 * self.kept)]:
+        for record in others:
+            if len(self._records) <= 2 * self.kept and size <= 2 * self._bytes_max:
+                break
+            size -= record.size
             del self._records[record.lineage]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def read_record(peer: str, record: bytes, run_id: bytes) -> list[str]:
 class Dht:
     """This peer's place in the DHT."""
 
-    def __init__(self, identity: Identity, identity_path: Path, run_id: bytes) -> None:
+    def __init__(self, identity: Identity, identity_path: Path, run_id: bytes, rng: random.Random) -> None:
+        """`rng`: draws which of many records are read."""
+        self._rng = rng
         self._identity, self._path, self._run_id = identity, identity_path, run_id
         self._p2p: Any = None
         self._node: Any = None
@@ -107,7 +110,7 @@ class Dht:
             return False
 
     async def find(self) -> dict[str, list[str]]:
-        """Peers of this run and their addresses; records that do not verify are left out."""
+        """Peers of this run and their addresses, drawn from all that are announced; records that do not verify are left out."""
         try:
             found = await asyncio.wait_for(self._node.get(self._key, latest=True), CALL_SECONDS)
         except Exception:  # as in `start`; the timeout is one of them
@@ -115,13 +118,19 @@ class Dht:
         peers: dict[str, list[str]] = {}
         if found is None or not isinstance(found.value, dict):
             return peers
-        for peer, stored in list(found.value.items())[: limits.DHT_RECORDS_MAX]:
-            record = getattr(stored, "value", stored)
-            if isinstance(peer, str) and isinstance(record, bytes) and peer != self._identity.peer_id:
-                try:
-                    peers[peer] = read_record(peer, record, self._run_id)
-                except PeerFault:
-                    continue
+        # Whoever answers chooses the order, and anybody may add records: each has the same chance to be read.
+        stored = [(peer, getattr(record, "value", record)) for peer, record in found.value.items()]
+        records = [
+            (p, r) for p, r in stored if isinstance(p, str) and isinstance(r, bytes) and p != self._identity.peer_id
+        ]
+        self._rng.shuffle(records)
+        for peer, record in records[: limits.DHT_CHECKED_MAX]:
+            try:
+                peers[peer] = read_record(peer, record, self._run_id)
+            except PeerFault:
+                continue
+            if len(peers) == limits.DHT_RECORDS_MAX:
+                break
         return peers
 
     async def close(self) -> None:

@@ -64,6 +64,8 @@ TOKEN_ASKED_MAX: Final = 64
 # so what is appended to one in fields that nobody knows would be kept by everybody. RUMOURS_PER_MESSAGE_MAX of them, with
 # their signatures, fit into MESSAGE_BYTES_MAX.
 MEMBER_RECORD_BYTES_MAX: Final = ADDRESSES_MAX * (ADDRESS_CHARS_MAX + 3) + 256
+INTRODUCTIONS_MAX: Final = 64  # first contacts whose answer is awaited at once
+CORRECTIONS_MAX: Final = 8  # newer words sent back with one message
 # One record is told many times by many: it is decoded and verified once. At the largest size they are 20 MiB.
 MEMBER_RECORDS_KEPT_MAX: Final = 8192
 # Pings made for others at once: for one asker, and for all. An honest asker has one probe under way.
@@ -83,7 +85,10 @@ CACHE_BYTES_MAX: Final = (
     1024 * 1024
 )  # a full cache with the longest addresses is well below this; a larger file is not ours
 DHT_RECORD_BYTES_MAX: Final = 4096
-DHT_RECORDS_MAX: Final = 256  # read of one answer
+# Peers taken from one answer, drawn by chance from all in it, since anybody may store records of peers that are none. A few
+# real ones are enough to get in; a quarter of NEARBY_MAX, so that one flood does not push out what was found elsewhere.
+DHT_RECORDS_MAX: Final = NEARBY_MAX // 4
+DHT_CHECKED_MAX: Final = 1024  # records whose signature is checked for that; 0.1 ms each
 LAN_FOUND_MAX: Final = MEMBERS_MAX
 LAN_LOOKUPS_MAX: Final = 64  # at once; a name that found no place is heard of again when its announcement is renewed
 
@@ -99,10 +104,13 @@ BALLOT_BYTES_MAX: Final = 32 * 1024**2
 EARLY_MESSAGES_MAX: Final = 512
 EARLY_BYTES_MAX: Final = 8 * 1024**2
 COMMIT_RECORDS_KEPT: Final = 1000  # rounds; the fork point of a longer partition is unknown and a person decides
-# All of them, encoded. A commit of 64 peers is ~25 KiB, so that of the largest rings fewer than 1,000 are handed on.
+# All of them, encoded. A commit of 64 peers is ~25 KiB, so that of the largest rings fewer than 1,000 are kept and handed on.
+# As many bytes again of other branches.
 COMMIT_RECORDS_BYTES_MAX: Final = 64 * 1024**2
 COMMITS_PER_REPLY_MAX: Final = 32
 WEIGHT_MAX: Final = 2**40  # a claimed weight above this is nonsense
+# Updates of later rounds that are fetched along with those of a round that is caught up with.
+AHEAD_BYTES_MAX: Final = 16 * 1024**2
 SPLITS_KEPT: Final = 8  # split commits held back at once; each needs a split of its own, more mean a broken network
 
 # --- payloads and state -----------------------------------------------------------------------------------------------
@@ -131,6 +139,7 @@ GOSSIP_NEWS_MAX: Final = 1024  # chains that one message of news names; the rest
 JUDGE_BYTES_MAX: Final = 8 * 1024**2  # prompts and completions of one request: 1,000 completions of 8 KiB
 JUDGE_COMPLETIONS_MAX: Final = 4096  # in one request; their scores fit into one frame
 JUDGE_REQUESTS_MAX: Final = 8  # waiting or worked on, one of each peer; with the two above 64 MiB
+JUDGES_MAX: Final = MEMBERS_MAX  # judges whose past agreement is remembered; the one heard of longest ago goes
 JUDGE_SECONDS_MAX: Final = 600.0  # an asker that claims to wait longer is not believed
 
 INT64_MAX: Final = 2**63 - 1

@@ -62,11 +62,8 @@ from .suspicion import Suspicion
 
 # A whole table is sent to one peer at most this often, however often it asks.
 TABLE_SECONDS_MIN = 1.0
-# First contacts whose answer is awaited at once, and how often each is repeated.
-INTRODUCTIONS_MAX = 64
+# How often a first contact is repeated that is not answered.
 INTRODUCTION_TRIES = 5
-# Newer words sent back with one message.
-CORRECTIONS_MAX = 8
 # In a swarm so large that not everybody is a neighbour, this share of probes goes to members drawn from all: nobody can
 # hide among neighbours of its own choice.
 STRAY_SHARE = 1 / 32
@@ -355,7 +352,7 @@ class Membership:
         corrections: dict[Record, None] = {}
         for record in message.rumours:
             newer = self._news(now, record, fresh=record.peer not in before)
-            if newer is not None and len(corrections) < CORRECTIONS_MAX:
+            if newer is not None and len(corrections) < limits.CORRECTIONS_MAX:
                 corrections[newer] = None
         member = self._table.get(peer)
         if member is not None:
@@ -470,7 +467,7 @@ class Membership:
         if tries < INTRODUCTION_TRIES and (tries < 1 or (member is not None and member.word.signed)):
             return
         self._send_table(now, peer, Kind.SYNC, "first contact")
-        if len(self._introducing) < INTRODUCTIONS_MAX:
+        if len(self._introducing) < limits.INTRODUCTIONS_MAX:
             self._introducing[peer] = (now + 2 * self.config.probe_timeout_s, tries)
 
     # ------------------------------------------------------------------------------------------------ sending

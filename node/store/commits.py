@@ -2,13 +2,15 @@
 
 Form: `length (4) | sha-256 of the body, 8 bytes | body`, the body a serialized `Commit`. A torn tail is cut off at opening.
 Every append is one write and one fdatasync; a record that failed leaves the file as it was. The file is halved when it
-holds twice the records kept. What a record proves, and which lineage it belongs to, is protocol/commit.py's business.
+holds twice the records, or twice the bytes, that are kept. What a record proves, and which lineage it belongs to, is
+protocol/commit.py's business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
+from itertools import accumulate
 from pathlib import Path
 
 from ...protocol import limits
@@ -21,9 +23,16 @@ _HEAD = struct.Struct(">I8s")
 class CommitFile:
     """Oldest first. `append` blocks and fsyncs."""
 
-    def __init__(self, path: Path, kept: int = limits.COMMIT_RECORDS_KEPT, disk: Disk = REAL_DISK) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kept: int = limits.COMMIT_RECORDS_KEPT,
+        disk: Disk = REAL_DISK,
+        *,
+        bytes_max: int = limits.COMMIT_RECORDS_BYTES_MAX,
+    ) -> None:
         """Open or make the file. Raises OSError."""
-        self._path, self._kept, self._disk = path, kept, disk
+        self._path, self._kept, self._bytes_max, self._disk = path, kept, bytes_max, disk
         self.records: list[bytes] = []
         self._descriptor = disk.open(path)
         data = disk.read(path)
@@ -51,9 +60,15 @@ class CommitFile:
             raise
         self._end += len(record)
         self.records.append(commit)
-        if len(self.records) > 2 * self._kept:
+        if len(self.records) > 2 * self._kept or self._end > 2 * self._bytes_max:
             with contextlib.suppress(OSError):  # the record is safe; a longer file can be halved next time
-                self.replace(self.records[-self._kept :])
+                self.replace(self._newest())
+
+    def _newest(self) -> list[bytes]:
+        """The last one, and those before it that are to be kept with it, oldest first."""
+        sizes = accumulate(len(commit) for commit in reversed(self.records))
+        count = sum(1 for size in sizes if size <= self._bytes_max)
+        return self.records[-max(1, min(count, self._kept)) :]
 
     def replace(self, commits: list[bytes]) -> None:
         """Start again with these records (after a state download, or to bound the file). Raises OSError."""

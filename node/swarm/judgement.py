@@ -16,6 +16,8 @@ from itertools import combinations
 
 import numpy as np
 
+from ...protocol import limits
+
 WEIGHT_MIN = 0.05
 # What a judge that was never heard is taken to agree: below one with a good past, above one with a bad one.
 PRIOR = 0.5
@@ -25,7 +27,6 @@ MEMORY = 0.8
 # Squared correlations up to this many times what chance makes of them teach nothing.
 CHANCE = 2.0
 FLAT = 1e-12  # variance of scores that are all equal but for rounding
-JUDGES_MAX = 4096
 
 
 def weighted_median(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -149,7 +150,7 @@ class Trust:
                 before = self._agreement.get(judge, PRIOR)
                 self._agreement[judge] = (1 - rate) * before + rate * agreed
                 self._agreement.move_to_end(judge)
-        while len(self._agreement) > JUDGES_MAX:
+        while len(self._agreement) > limits.JUDGES_MAX:
             self._agreement.popitem(last=False)
 
 

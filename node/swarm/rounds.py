@@ -43,8 +43,6 @@ from .updates import UpdateStore
 
 # Pause between two tries to fetch a committed update that nobody gave, and to save a state that the disk did not take.
 FETCH_RETRY_SECONDS = SAVE_RETRY_SECONDS = 1.0
-# Updates of later rounds taken along with those of this one.
-AHEAD_BYTES_MAX = 16 * 1024**2
 # After this many fruitless tries the state itself is downloaded.
 FETCH_TRIES = 3
 
@@ -464,7 +462,7 @@ class Rounds:
         than a way there and back must not go once for every round."""
         later = self._catch_up.later(checked.lineage)
         hashes = [u.update_hash for one in later for u in one.value.updates]
-        room = min(limits.ROSTER_MAX - wanted, AHEAD_BYTES_MAX // max(1, self._work.payload_bytes_max))
+        room = min(limits.ROSTER_MAX - wanted, limits.AHEAD_BYTES_MAX // max(1, self._work.payload_bytes_max))
         return hashes[: max(0, room)]
 
     async def _fetch(self, checked: CheckedCommit) -> list[tuple[Header, bytes]] | None:

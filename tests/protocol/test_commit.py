@@ -150,6 +150,22 @@ def test_a_fork_older_than_the_records_is_undecidable():
     assert record is not None and record.total_weight == 21  # the forgotten ones still count
 
 
+def test_large_records_are_kept_as_far_as_they_fit():
+    """The own branch within `bytes_max`, and with the others within twice that; the newest own one always."""
+    one = CommitLog(ROOT, 0)
+    size = one.get(grow(one, ROOT, 1)).size
+    log = CommitLog(ROOT, 0, kept=100, bytes_max=5 * size - 1)
+    mine = grow(log, ROOT, 3)
+    for i in range(20):
+        grow(log, ROOT, 1, tag=b"junk" + bytes([i]), tip=mine)
+    assert [r.round for r in log.chain(mine)] == [3, 2, 1] and len(log) == 9
+    mine = grow(log, mine, 20, first_round=4)
+    assert [r.round for r in log.chain(mine)] == [23, 22, 21, 20] and len(log) == 4
+    assert log.get(mine).total_weight == 23 and log.root_electorate == frozenset(E)
+    tight = CommitLog(ROOT, 0, kept=100, bytes_max=1)
+    assert [r.round for r in tight.chain(grow(tight, ROOT, 5))] == [5]
+
+
 def test_foreign_branches_never_push_out_the_own_one():
     log = CommitLog(ROOT, 0, kept=4)
     mine = grow(log, ROOT, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,8 +128,8 @@ class FakeNode:
         return await self._answer(self.stored)
 
 
-def joined(node: FakeNode) -> Dht:
-    here = Dht(BOB, Path("unused"), RUN)
+def joined(node: FakeNode, rng: random.Random | None = None) -> Dht:
+    here = Dht(BOB, Path("unused"), RUN, rng or random.Random(1))
     here._node = node
     return here
 
@@ -150,10 +151,34 @@ def test_nothing_stored_is_nobody_found(stored: object) -> None:
     assert asyncio.run(joined(FakeNode(stored)).find()) == {}
 
 
-def test_only_a_bounded_number_of_records_is_read() -> None:
-    found: dict[str, object] = {f"flood {n}": b"x" for n in range(limits.DHT_RECORDS_MAX)}
-    found[ANN.peer_id] = GOOD
-    assert asyncio.run(joined(FakeNode(SimpleNamespace(value=found))).find()) == {}
+def records(count: int) -> dict[str, object]:
+    """So many true ones."""
+    peers = [Identity.generate(n.to_bytes(32, "big")) for n in range(1, count + 1)]
+    return {peer.peer_id: sign_addresses(peer, RUN, ADDRESSES) for peer in peers}
+
+
+def test_as_many_peers_as_are_wanted_are_taken_and_others_another_time() -> None:
+    here = joined(FakeNode(SimpleNamespace(value=records(2 * limits.DHT_RECORDS_MAX))))
+    first, second = asyncio.run(here.find()), asyncio.run(here.find())
+    assert len(first) == len(second) == limits.DHT_RECORDS_MAX and first.keys() != second.keys()
+
+
+def test_a_flood_of_other_records_does_not_hide_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put before them, where a reader of the first few would see nothing else; each is looked at, or has an equal chance."""
+    flood = {f"flood {n}": b"x" for n in range(limits.DHT_CHECKED_MAX - 3)}
+    node = FakeNode(SimpleNamespace(value={**flood, **records(3)}))
+    assert asyncio.run(joined(node).find()) == dict.fromkeys(records(3), ADDRESSES)
+    checked: list[str] = []
+
+    def read(peer: str, record: bytes, run: bytes) -> list[str]:
+        checked.append(peer)
+        return read_record(peer, record, run)
+
+    monkeypatch.setattr("shoal.protocol.dht.read_record", read)
+    flood = {f"flood {n}": b"x" for n in range(4 * limits.DHT_CHECKED_MAX)}
+    here = joined(FakeNode(SimpleNamespace(value={**flood, **records(3)})))
+    found = [len(asyncio.run(here.find())) for _ in range(20)]
+    assert len(checked) == 20 * limits.DHT_CHECKED_MAX and 5 < sum(found) < 30  # 15 expected, standard deviation 3.4
 
 
 @pytest.mark.parametrize("node", [FakeNode(error=ConnectionResetError("p2pd died")), FakeNode(hangs=True)])
@@ -176,7 +201,7 @@ def test_without_hivemind_the_error_says_how_to_get_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "hivemind", None)
 
     async def scenario() -> None:
-        here = Dht(ANN, Path("unused"), RUN)
+        here = Dht(ANN, Path("unused"), RUN, random.Random(1))
         with pytest.raises(ShoalError) as error:
             await here.start("/ip4/127.0.0.1/tcp/0", [])
         assert error.value.code is ExitCode.DEPENDENCY and "shoal[dht]" in error.value.todo
@@ -224,7 +249,7 @@ def test_a_failed_start_ends_its_process_and_closing_is_repeatable(monkeypatch: 
         monkeypatch.setitem(sys.modules, name, module)
 
     async def scenario() -> None:
-        here = Dht(ANN, Path("key"), RUN)
+        here = Dht(ANN, Path("key"), RUN, random.Random(1))
         with pytest.raises(ShoalError) as error:
             await here.start("/ip4/127.0.0.1/tcp/0", [])
         assert error.value.code is ExitCode.UNREACHABLE and "no bootstrap peer answers" in error.value.values
@@ -254,7 +279,7 @@ def test_two_peers_find_each_other_through_a_real_dht(tmp_path: Path, mode: int)
         path.chmod(mode)
 
     async def scenario() -> None:
-        first, second = (Dht(i, p, RUN) for i, p in zip(identities, paths, strict=True))
+        first, second = (Dht(i, p, RUN, random.Random(1)) for i, p in zip(identities, paths, strict=True))
         try:
             where = await asyncio.wait_for(first.start("/ip4/127.0.0.1/tcp/0", []), 60)
             assert where and all(identities[0].peer_id in address for address in where)
@@ -262,7 +287,7 @@ def test_two_peers_find_each_other_through_a_real_dht(tmp_path: Path, mode: int)
             assert await first.announce(ADDRESSES[:1]) and await second.announce(ADDRESSES[1:])
             assert await second.find() == {identities[0].peer_id: ADDRESSES[:1]}
             assert await first.find() == {identities[1].peer_id: ADDRESSES[1:]}
-            stranger = Dht(identities[1], paths[1], bytes(32))
+            stranger = Dht(identities[1], paths[1], bytes(32), random.Random(1))
             stranger._node = second._node
             assert await stranger.find() == {}  # another run is another key
         finally:

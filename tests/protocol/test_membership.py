@@ -553,7 +553,7 @@ def test_first_contacts_are_repeated_until_they_are_answered() -> None:
     assert not [s for s in sends(one.tick(2), Kind.SYNC) if "first" in s.reason]
     for i in range(100):
         one.do(m.Introduced(f"y{i}"))
-    assert len(one.machine._introducing) == m.INTRODUCTIONS_MAX
+    assert len(one.machine._introducing) == limits.INTRODUCTIONS_MAX
 
 
 def test_dead_members_are_dialled_now_and_then() -> None:

@@ -183,6 +183,18 @@ def test_commits_are_appended_cut_and_bounded(tmp_path: Path) -> None:
     assert CommitFile(path).records == [b"new", b"newer"]
 
 
+def test_large_commits_are_halved_by_their_bytes(tmp_path: Path) -> None:
+    commits = CommitFile(tmp_path / "commits", kept=100, bytes_max=1000)
+    for i in range(50):
+        commits.append(bytes([i]) * 300)
+        assert (tmp_path / "commits").stat().st_size <= 2000 + 312
+    assert [c[0] for c in commits.records[-3:]] == [47, 48, 49] and len(commits.records) <= 7
+    for i in range(3):
+        commits.append(bytes([i]) * 5000)  # larger than all that is kept: the newest one is
+    assert [len(c) for c in commits.records] == [5000]
+    commits.close()
+
+
 def test_metrics_survive_a_torn_line_and_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_metrics(tmp_path) == []
     append_metrics(tmp_path, {"round": 1, "reward": 0.1})
