@@ -327,6 +327,19 @@ def test_chains_can_be_frozen_without_a_proof_and_only_lower() -> None:
     assert state(log) == state(log_of(chain("ada", 1), chain("bob", 3)))
 
 
+def test_no_limit_is_below_what_is_final_whichever_came_first() -> None:
+    ada = chain("ada", 3)
+    frozen_first, final_first = log_of(ada), log_of(ada)
+    final = up_to(final_first, ADA, 2)
+    frozen_first.freeze({ADA: 1})
+    frozen_first.advance(final)
+    final_first.advance(final)
+    final_first.freeze({ADA: 1})
+    for log in (frozen_first, final_first):
+        assert log.limits == log.frozen == {ADA: 2} and log.vector.seq(*ADA) == 2
+    assert frozen_first.snapshot().hash == final_first.snapshot().hash
+
+
 def test_two_proofs_of_one_peer_leave_what_is_below_the_lower() -> None:
     ada = chain("ada", 4)
     for order in ((2, 4), (4, 2)):
