@@ -111,7 +111,8 @@ def _play(loaded: Scenario, scenario: str, seed: int, until: float | None) -> Re
     try:
         return loaded.play(seed, until_s=until, replay=replay)
     except KeyboardInterrupt:
-        sys.unraisablehook = lambda _: None  # the nodes end in the middle of what they do: nothing of it is worth a word
+        # The nodes end in the middle of what they do; what their coroutines say of it is worth nothing.
+        sys.unraisablehook = lambda _: None
         raise
     except Exception:
         click.echo(f"the simulation itself failed; replay: {replay}", err=True)
