@@ -63,7 +63,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_metadata_size", 8 * 1024),
     # A stranger that connects and says nothing: peers finish TLS at once and keep a control stream open.
     ("grpc.server_handshake_timeout_ms", int(limits.HANDSHAKE_SECONDS_MAX * 1000)),
-    ("grpc.max_connection_idle_ms", 60_000),
+    ("grpc.max_connection_idle_ms", limits.CONNECTION_IDLE_MS),
+    ("grpc.max_allowed_incoming_connections", limits.CONNECTIONS_INCOMING_MAX),
 ]
 CLIENT_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,

@@ -27,6 +27,10 @@ HANDSHAKE_SECONDS_MAX: Final = 10.0
 # Connections that one peer dialed and keeps; beyond it those unused for longest are closed, and dialed again when needed.
 # Twice as many as a large swarm's neighbours (overlay.py) with those that exchanges and rounds need now and then.
 CONNECTIONS_KEPT_MAX: Final = 128
+# Connections that others have opened at once, strangers among them. One that finished TLS and says nothing takes ~70 KiB and
+# is closed after the idle time; one that does not finish TLS is closed after HANDSHAKE_SECONDS_MAX.
+CONNECTIONS_INCOMING_MAX: Final = 4096
+CONNECTION_IDLE_MS: Final = 60_000
 CONNECTION_IDLE_SECONDS_MIN: Final = 10.0  # one used since is not closed for that
 STREAMS_PER_CONNECTION_MAX: Final = 64
 SESSIONS_MAX: Final = 4096  # ~100 B each; oldest idle one goes first

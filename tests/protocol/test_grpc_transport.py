@@ -529,6 +529,55 @@ def test_compressed_frames_are_refused() -> None:
     run(test)
 
 
+async def _drip(address: str, first: bytes) -> None:
+    """A client that keeps a connection busy with a byte now and then, until the other side ends it."""
+    reader, writer = await asyncio.open_connection(*split_address(address))
+    writer.write(first)
+
+    async def write() -> None:
+        while True:
+            writer.write(b"\0")
+            await asyncio.sleep(0.05)  # far more often than any pause that the server waits for
+
+    dripping = asyncio.ensure_future(write())
+    try:
+        while await reader.read(1024):
+            pass
+    except ConnectionError:
+        pass
+    finally:
+        dripping.cancel()
+        writer.close()
+
+
+def test_clients_that_drip_bytes_are_ended_and_so_many_at_once_keep_nobody_out_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the limits of the real server, smaller; those themselves are what the server has."""
+    real = dict(module.SERVER_OPTIONS)
+    assert real["grpc.server_handshake_timeout_ms"] == limits.HANDSHAKE_SECONDS_MAX * 1000
+    assert real["grpc.max_allowed_incoming_connections"] == limits.CONNECTIONS_INCOMING_MAX
+    small = {"grpc.server_handshake_timeout_ms": 500, "grpc.max_allowed_incoming_connections": 4}
+    monkeypatch.setattr(module, "SERVER_OPTIONS", list((real | small).items()))
+
+    async def test() -> None:
+        alice, bob, address = await pair()
+        drips = [
+            asyncio.ensure_future(_drip(address, first)) for first in (b"", b"\x16", b"\x16\x03\x01\x02\x00", b"GET /")
+        ]
+        drips += [asyncio.ensure_future(_drip(address, b"")) for _ in range(20)]
+        await asyncio.wait(drips)
+        for drip in drips:
+            drip.result()
+        connection = await alice.dial(address, BOB.peer_id, timeout_s=S)
+        stream = await connection.open("Echo", b"", timeout_s=S)
+        await stream.send(b"here")
+        assert await stream.recv(S) == b"here"
+        await connection.close()
+
+    run(test)
+
+
 def test_methods_of_no_service_of_ours() -> None:
     async def test() -> None:
         alice, bob, address = await pair()
@@ -582,14 +631,17 @@ def test_memory_stays_flat_while_a_stranger_pushes_bytes_at_every_method() -> No
 
         for _ in range(5):  # gRPC's own buffers and arenas
             await asyncio.gather(*(push(m) for m in methods))
-        gc.collect()
-        before = process.memory_info().rss
-        for _ in range(40):
-            await asyncio.gather(*(push(m) for m in methods))
-        gc.collect()
-        grown = process.memory_info().rss - before
+        grown: list[int] = []
+        while len(grown) < 3 and min(grown, default=2**40) >= 16 * 2**20:
+            gc.collect()
+            before = process.memory_info().rss
+            for _ in range(40):
+                await asyncio.gather(*(push(m) for m in methods))
+            gc.collect()
+            grown.append(process.memory_info().rss - before)
         assert bob.received_bytes == 0
-        assert grown < 16 * 2**20, f"grew by {grown} bytes while {alice.sent_bytes} were pushed"
+        # A busy machine may leave the pushing side's own buffers, which are in this process too, larger once; a leak stays.
+        assert grown[-1] < 16 * 2**20, f"grew by {grown} bytes while {alice.sent_bytes} were pushed"
         await asyncio.gather(alice.close(), bob.close())
 
     run(test)
