@@ -50,9 +50,18 @@ def _shared(learning_rate: float, learns: str) -> Callable[[Callable[..., Any]],
 
 @click.command()
 @_shared(1e-6, "learns")
-@click.option("--loss-type", default="sigmoid", show_default=True, help="One of TRL's, such as ipo, robust, apo_zero.")
+@click.option(
+    "--loss-type",
+    default="sigmoid",
+    show_default=True,
+    help="One of TRL's, such as ipo, robust; or several: sigmoid,sft.",
+)
+@click.option("--loss-weights", default=None, help="Of several losses, such as 0.8,0.2. [default: 1 each]")
 @click.option("--beta", default=0.1, show_default=True, type=float, help="How strongly it is held to where it began.")
 @click.option("--label-smoothing", default=0.0, show_default=True, type=float, help="For robust, exo_pair and aot.")
+@click.option("--f-divergence-type", default="reverse_kl", show_default=True, help="One of TRL's, such as forward_kl.")
+@click.option("--use-weighting", is_flag=True, help="Weigh pairs by how likely the policy is to write them (WPO).")
+@click.option("--ld-alpha", default=None, type=float, help="Weight of what is longer than the other one (LD-DPO).")
 @click.option("--max-length", default=1024, show_default=True, type=int, help="Tokens of prompt and completion.")
 @click.option("--gradient-accumulation-steps", default=1, show_default=True, type=int)
 @click.option(
@@ -66,6 +75,8 @@ def dpo(
     data_dir: Path | None,
     lora_r: int,
     lora_alpha: float | None,
+    loss_type: str,
+    loss_weights: str | None,
     seed: int,
     device: str,
     as_json: bool,
@@ -89,7 +100,8 @@ def dpo(
     from ..store.folders import free_folder
 
     try:
-        config = DpoConfig(**settings)
+        weights = None if loss_weights is None else loss_weights.split(",")
+        config = DpoConfig.model_validate({**settings, "loss_type": loss_type.split(","), "loss_weights": weights})
     except ValidationError as error:
         raise click.UsageError("; ".join(e["msg"] for e in error.errors())) from None
     free_folder(out)  # before the minutes of work whose result it is to hold

@@ -1,8 +1,9 @@
 """Direct preference optimization (arXiv 2305.18290): a policy learns from preferences without a reward model.
 
-Names, defaults and loss types are those of TRL 1.16's DPOConfig. The reference is the model as it was before the first step,
-LoRA or not; its log-probs are computed once for all pairs, so that no second model is kept. Trains on one machine: the result
-is an adapter or a model, which a run may start from. Neither reads files (`preferences.py`) nor writes any (`export.py`).
+Names, defaults and loss types are those of TRL 1.16's DPOConfig; the losses are in `dpo_losses.py`. The reference is the
+model as it was before the first step, LoRA or not; its log-probs are computed once for all pairs, so that no second model is
+kept. Trains on one machine: the result is an adapter or a model, which a run may start from. Neither reads files
+(`preferences.py`) nor writes any (`export.py`).
 """
 
 from __future__ import annotations
@@ -10,49 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
-from torch.nn import functional
 
 from .config import Table
+from .dpo_losses import ANY_DIVERGENCE, SORTED, Divergence, DpoLoss, PairLogps, discount_tail, dpo_loss, pair_weights
 from .models import LoadedModel, Progress
-from .policy import Batch, completion_logps, pad_left, pad_right
+from .policy import Batch, pad_left, pad_right, token_scores
 from .preferences import Preference, Prompt, epochs, is_chat, messages, plain, split
 from .trainables import Trainables
-
-DpoLoss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
 
 
 class DpoConfig(Table):
     """How a policy learns from preferences, with TRL's names."""
 
-    loss_type: DpoLoss = "sigmoid"
-    """What the margin between a pair's implicit rewards is put through; "sigmoid" is DPO itself."""
+    loss_type: tuple[DpoLoss, ...] = Field(default=("sigmoid",), min_length=1)
+    """What the margin between a pair's implicit rewards is put through; "sigmoid" is DPO itself. One name, or several whose
+    losses are added up, as in MPO ("sigmoid", "bco_pair", "sft")."""
+    loss_weights: tuple[float, ...] | None = None
+    """What each of several losses is multiplied with (MPO: 0.8, 0.2, 1.0); all 1 without."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the policy is held to the reference; for "ipo" the regularization tau. Lower moves it further."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs taken to be the wrong way round: for "robust" (0.1 is usual), "exo_pair" (1e-3), "aot"."""
     discopop_tau: float = Field(default=0.05, gt=0)
     """Temperature of "discopop"."""
+    f_divergence_type: Divergence = "reverse_kl"
+    """How distance from the reference is measured (f-DPO)."""
+    f_alpha_divergence_coef: float = 0.5
+    """The alpha of "alpha_divergence"."""
+    use_weighting: bool = False
+    """Weigh each pair by how likely the policy is to write it itself (WPO): for pairs that come from other models."""
+    ld_alpha: float | None = Field(default=None, ge=0, le=1)
+    """Weight of a completion's tokens beyond the other's length (LD-DPO), against learning that longer is better; None is 1."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """AdamW step size at the start, falling linearly to 0. LoRA wants about ten times more."""
     num_train_epochs: int = Field(default=3, ge=1, le=1000)
@@ -74,88 +68,28 @@ class DpoConfig(Table):
     held_out: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts kept aside, for the figures that are reported."""
 
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
     @model_validator(mode="after")
-    def _smooth(self) -> DpoConfig:
-        if self.loss_type == "exo_pair" and not self.label_smoothing:
+    def _agree(self) -> DpoConfig:
+        types = set(self.loss_type)
+        if "exo_pair" in types and not self.label_smoothing:
             raise ValueError('loss_type = "exo_pair" needs label_smoothing above 0, for example 1e-3')
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairLogps:
-    """Log-probs of n pairs, summed over each completion's tokens; fp32 or fp64 [n].
-
-    Attributes:
-        chosen_lengths, rejected_lengths: tokens of the completions, [n].
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    ref_chosen: Tensor
-    ref_rejected: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
-
-
-def dpo_loss(
-    logps: PairLogps,
-    *,
-    beta: float = 0.1,
-    loss_type: DpoLoss = "sigmoid",
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-) -> Tensor:
-    """Loss of each pair, [n]; what is minimized is its mean.
-
-    "aot", "aot_unpaired" and "sft" look at all pairs together: their single values mean nothing, their mean does.
-
-    Raises:
-        ValueError: "exo_pair" without label_smoothing.
-    """
-    chosen, rejected = logps.chosen - logps.ref_chosen, logps.rejected - logps.ref_rejected
-    margin = beta * (chosen - rejected)
-    log_sigmoid = functional.logsigmoid
-    match loss_type:
-        case "sigmoid":
-            return -log_sigmoid(margin)
-        case "hinge":
-            return torch.relu(1 - margin)
-        case "ipo":  # arXiv 2310.12036, equation 17, per token
-            return (chosen / logps.chosen_lengths - rejected / logps.rejected_lengths - 1 / (2 * beta)) ** 2
-        case "sigmoid_norm":
-            return -log_sigmoid(beta * (chosen / logps.chosen_lengths - rejected / logps.rejected_lengths))
-        case "exo_pair":  # arXiv 2402.00856, equation 16
-            right, wrong = torch.sigmoid(margin), torch.sigmoid(-margin)
-            return right * (log_sigmoid(margin) - math.log1p(-label_smoothing)) + wrong * (
-                log_sigmoid(-margin) - math.log(label_smoothing)
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise ValueError(f"{len(self.loss_weights)} loss_weights; expected one for each of {list(self.loss_type)}")
+        if self.f_divergence_type != "reverse_kl" and not types <= ANY_DIVERGENCE:
+            raise ValueError(
+                f'f_divergence_type = "{self.f_divergence_type}" with {sorted(types - ANY_DIVERGENCE)}; '
+                f"expected only loss types of {sorted(ANY_DIVERGENCE)}"
             )
-        case "nca_pair":  # arXiv 2402.05369
-            return -log_sigmoid(beta * chosen) - 0.5 * (log_sigmoid(-beta * chosen) + log_sigmoid(-beta * rejected))
-        case "robust":  # arXiv 2403.00409
-            kept, flipped = (1 - label_smoothing) * log_sigmoid(margin), label_smoothing * log_sigmoid(-margin)
-            return (flipped - kept) / (1 - 2 * label_smoothing)
-        case "bco_pair":  # arXiv 2404.04656, without its running shift
-            return -log_sigmoid(beta * chosen) - log_sigmoid(-beta * rejected)
-        case "sppo_hard":  # arXiv 2405.00675, equation 4.7 with certain preferences
-            return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
-        case "aot":  # arXiv 2406.05882
-            policy = (logps.chosen - logps.rejected).sort().values
-            return _smoothed(beta * (policy - (logps.ref_chosen - logps.ref_rejected).sort().values), label_smoothing)
-        case "aot_unpaired":
-            return _smoothed(beta * (chosen.sort().values - rejected.sort().values), label_smoothing)
-        case "apo_zero":  # arXiv 2408.06266, equation 7
-            return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
-        case "apo_down":  # the same, equation 8
-            return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(margin)
-        case "discopop":  # arXiv 2406.08414, equation 5
-            blend = torch.sigmoid(margin / discopop_tau)
-            return -log_sigmoid(margin) * (1 - blend) + torch.exp(-margin) * blend
-        case "sft":
-            return (-logps.chosen.sum() / logps.chosen_lengths.sum()).expand(len(chosen))
-
-
-def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    return -functional.logsigmoid(margin) * (1 - smoothing) - functional.logsigmoid(-margin) * smoothing
+        if self.use_weighting and types & SORTED:
+            raise ValueError(
+                f"use_weighting with {sorted(types & SORTED)}, which sort pairs; expected other loss types"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,16 +183,22 @@ def _optimize(
 
 def _loss(loaded: LoadedModel, pairs: Sequence[_Pair], config: DpoConfig) -> Tensor:
     return dpo_loss(
-        _logps(loaded, pairs, recompute=config.gradient_checkpointing),
+        _logps(loaded, pairs, config, recompute=config.gradient_checkpointing),
         beta=config.beta,
         loss_type=config.loss_type,
+        loss_weights=config.loss_weights,
         label_smoothing=config.label_smoothing,
         discopop_tau=config.discopop_tau,
+        f_divergence_type=config.f_divergence_type,
+        f_alpha_divergence_coef=config.f_alpha_divergence_coef,
     ).mean()
 
 
-def _logps(loaded: LoadedModel, pairs: Sequence[_Pair], *, recompute: bool = False) -> PairLogps:
+def _logps(
+    loaded: LoadedModel, pairs: Sequence[_Pair], config: DpoConfig | None = None, *, recompute: bool = False
+) -> PairLogps:
     """Of the model as it is; a pair's prompt is run once for both completions, where the model allows it."""
+    config = config or DpoConfig()
     device, n = loaded.device, len(pairs)
     prompt_ids, prompt_lengths = pad_left([p.prompt for p in pairs], loaded.pad_id, device)
     replies = [p.chosen for p in pairs] + [p.rejected for p in pairs]
@@ -270,15 +210,23 @@ def _logps(loaded: LoadedModel, pairs: Sequence[_Pair], *, recompute: bool = Fal
         completion_ids=completion_ids,
         completion_lengths=completion_lengths,
     )
-    chosen, rejected = completion_logps(loaded.model, batch, recompute=recompute).sum(-1).chunk(2)
-    chosen_lengths, rejected_lengths = completion_lengths.chunk(2)
+    scores = token_scores(loaded.model, batch, with_log_sum_squares=config.use_weighting, recompute=recompute)
+    chosen, rejected = scores.logps.chunk(2)
+    lengths = chosen_lengths, rejected_lengths = completion_lengths[:n], completion_lengths[n:]
+    whole, weights = scores.logps.sum(-1)[:n], None
+    if scores.log_sum_squares is not None:
+        squares = scores.log_sum_squares
+        weights = pair_weights((chosen, rejected), (squares[:n], squares[n:]), lengths)
+    sums = discount_tail(chosen, rejected, lengths, 1.0 if config.ld_alpha is None else config.ld_alpha)
     return PairLogps(
-        chosen=chosen,
-        rejected=rejected,
+        chosen=sums[0],
+        rejected=sums[1],
         ref_chosen=torch.tensor([p.ref_chosen for p in pairs], device=device),
         ref_rejected=torch.tensor([p.ref_rejected for p in pairs], device=device),
         chosen_lengths=chosen_lengths,
         rejected_lengths=rejected_lengths,
+        chosen_whole=whole,
+        weights=weights,
     )
 
 
@@ -288,7 +236,7 @@ def _with_reference(loaded: LoadedModel, pairs: Sequence[_Pair], config: DpoConf
     done: list[_Pair] = []
     for start in range(0, len(pairs), config.batch_size):
         part = pairs[start : start + config.batch_size]
-        found = _logps(loaded, part)
+        found = _logps(loaded, part, config)
         for pair, chosen, rejected in zip(part, found.chosen.tolist(), found.rejected.tolist(), strict=True):
             fields = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
             done.append(_Pair(**fields, ref_chosen=chosen, ref_rejected=rejected))
@@ -301,7 +249,7 @@ def _evaluate(loaded: LoadedModel, pairs: Sequence[_Pair], config: DpoConfig) ->
     sums = dict.fromkeys(("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_logps/chosen"), 0.0)
     for start in range(0, len(pairs), config.batch_size):
         part = pairs[start : start + config.batch_size]
-        found = _logps(loaded, part)
+        found = _logps(loaded, part, config)
         margins = config.beta * ((found.chosen - found.ref_chosen) - (found.rejected - found.ref_rejected))
         sums["eval_loss"] += float(_loss(loaded, part, config)) * len(part)
         sums["eval_rewards/accuracies"] += float((margins > 0).sum())

@@ -80,10 +80,12 @@ class TokenScores:
     Attributes:
         logps: fp32 [n, C], 0 at padding.
         entropies: fp32 [n, C], nats, of the distribution at each token (after temperature); None unless asked for.
+        log_sum_squares: fp32 [n, C], log of the sum of squared probabilities there; None unless asked for.
     """
 
     logps: Tensor
     entropies: Tensor | None
+    log_sum_squares: Tensor | None = None
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,6 +114,7 @@ def token_scores(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    with_log_sum_squares: bool = False,
     recompute: bool = False,
     keep_bytes: int = 0,
     shared_prefix: bool | None = None,
@@ -127,6 +130,7 @@ def token_scores(
         temperature: divides the logits, as in sampling.
         with_entropy: whether to compute entropies.
         entropy_grad: whether entropies carry a gradient.
+        with_log_sum_squares: whether to compute `log_sum_squares`, without gradient, in place of entropies.
         recompute: run the layers again in the backward pass instead of keeping their activations (gradient
             checkpointing): about half more time, and memory for one layer's activations instead of all.
         keep_bytes: with `recompute`, activations of so many bytes are kept all the same; only layers beyond run again.
@@ -146,18 +150,28 @@ def token_scores(
         with checkpointed(base, keep_bytes=keep_bytes) if recompute else nullcontext():
             hidden = _logits_in_one_pass(model, batch)[mask]
         head = nn.Identity()
-    logps, entropies = _score(head, hidden, batch.completion_ids[mask], temperature, with_entropy, entropy_grad)
+    tokens = batch.completion_ids[mask]
+    logps, more = _score(head, hidden, tokens, temperature, with_entropy, entropy_grad, with_log_sum_squares)
 
     def spread(values: Tensor) -> Tensor:  # [T] -> [n, C]
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
-    return TokenScores(logps=spread(logps), entropies=None if entropies is None else spread(entropies))
+    more = None if more is None else spread(more)
+    if with_log_sum_squares:
+        return TokenScores(logps=spread(logps), entropies=None, log_sum_squares=more)
+    return TokenScores(logps=spread(logps), entropies=more)
 
 
 def _score(
-    head: Any, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool, entropy_grad: bool
+    head: Any,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    entropy_grad: bool,
+    with_log_sum_squares: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob and entropy of each of T tokens from the hidden state in front of it, a chunk of rows at a time."""
+    """Log-prob of each of T tokens from the hidden state in front of it, and what else is asked for, by chunks of rows."""
 
     def chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(states)
@@ -167,6 +181,8 @@ def _score(
             logits = logits / temperature
         norm = torch.logsumexp(logits, dim=-1)
         logps = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
+        if with_log_sum_squares:
+            return logps, (torch.logsumexp(2 * logits, dim=-1) - 2 * norm).detach()
         if not with_entropy:
             return logps, logps.detach()
         with nullcontext() if entropy_grad else torch.no_grad():
@@ -183,7 +199,7 @@ def _score(
         else:  # a single chunk is within the bound anyway
             parts.append(chunk(states, chosen))
     logps = torch.cat([p[0] for p in parts])
-    return logps, torch.cat([p[1] for p in parts]) if with_entropy else None
+    return logps, torch.cat([p[1] for p in parts]) if with_entropy or with_log_sum_squares else None
 
 
 def runs_packed(model: Any) -> bool:

@@ -174,6 +174,17 @@ def test_dpo_trains_a_named_model(told, tmp_path, capsys):
     adapter = tmp_path / "adapter"
     code, found = ask(capsys, "dpo", *made, "--lora-r", "2", "--preferences", str(told), "--out", str(adapter))
     assert code == 0 and json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] == 4.0
+    several = (
+        "--loss-type",
+        "sigmoid,bco_pair,sft",
+        "--loss-weights",
+        "0.8,0.2,1",
+        "--use-weighting",
+        "--ld-alpha",
+        "0.5",
+    )
+    code, found = ask(capsys, "dpo", *made, *several, "--preferences", str(told), "--out", str(tmp_path / "several"))
+    assert code == 0 and found["steps"] == 2
     code, refused = ask(
         capsys, "dpo", *made, "--preferences", str(told), "--out", str(tmp_path / "no"), "--loss-type", "exo_pair"
     )
