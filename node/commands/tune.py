@@ -117,6 +117,13 @@ def dpo(
 
 @click.command("reward-model")
 @_shared(1e-4, "it grows from")
+@click.option(
+    "--lora-r",
+    default=0,
+    type=click.IntRange(0, 1024),
+    help="Train LoRA of this rank, merged at the end; 0 trains all.",
+)
+@click.option("--weight-decay", default=0.0, show_default=True, type=click.FloatRange(0, 1), help="AdamW's.")
 def reward_model(
     preferences: Path,
     out: Path,
@@ -129,6 +136,8 @@ def reward_model(
     num_train_epochs: int,
     max_steps: int,
     batch_size: int,
+    lora_r: int,
+    weight_decay: float,
 ) -> int:
     """Train a Bradley-Terry reward model on preferences, on this machine.
 
@@ -138,6 +147,7 @@ def reward_model(
     Example: shoal reward-model --model ./base --preferences told.jsonl --out ./reward-model
     """
     from ..observe.progress import bar
+    from ..rl.config import LoraConfig
     from ..rl.preferences import read_preferences
     from ..rl.reward_model import RewardModel, train_reward_model
     from ..store.folders import free_folder
@@ -145,13 +155,15 @@ def reward_model(
     free_folder(out)
     pairs = read_preferences(preferences)
     with _loaded(model, data_dir, 0, None, seed, device) as (loaded, _), bar("training") as show:
-        made = RewardModel.on(loaded)
+        lora = LoraConfig(r=lora_r, alpha=2.0 * lora_r) if lora_r else None
+        made = RewardModel.on(loaded, lora=lora, seed=seed)
         found = train_reward_model(
             made,
             pairs,
             steps=max_steps or -(-num_train_epochs * len(pairs) // batch_size),
             learning_rate=learning_rate,
             batch_size=batch_size,
+            weight_decay=weight_decay,
             seed=seed,
             progress=lambda stage, share: show(share, 1.0, stage),
         )

@@ -155,7 +155,7 @@ def base_hash(model: nn.Module, *, progress: Progress | None = None) -> bytes:
     return digest.digest()
 
 
-def add_lora(model: Any, config: LoraConfig, *, seed: int) -> PeftModel:
+def add_lora(model: Any, config: LoraConfig, *, seed: int, task_type: str | None = "CAUSAL_LM") -> PeftModel:
     """Wrap in PEFT LoRA: A from (seed, name), the same bits on every machine, B zero; with `freeze_a`, B alone trains.
 
     Raises:
@@ -166,7 +166,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> PeftModel:
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         target_modules=config.target_modules,
         lora_dropout=config.dropout,
-        task_type="CAUSAL_LM",
+        task_type=task_type,  # type: ignore[arg-type]
     )
     try:
         with torch.random.fork_rng(devices=[]):  # PEFT draws an A that is replaced below

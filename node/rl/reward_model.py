@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...protocol.errors import ExitCode, ShoalError
-from .models import LoadedModel, Progress, pick_device
+from .config import LoraConfig
+from .models import LoadedModel, Progress, add_lora, pick_device
 from .policy import pad_right
 from .preferences import Preference, Prompt, as_prompt, epochs, is_chat, messages, plain, split
 from .rewards import Batch
@@ -42,8 +44,11 @@ class RewardModel:
         self._length_max = int(limit) if limit else 1 << 20
 
     @classmethod
-    def on(cls, loaded: LoadedModel) -> RewardModel:
+    def on(cls, loaded: LoadedModel, *, lora: LoraConfig | None = None, seed: int = 0) -> RewardModel:
         """The body of a language model with a new head, which is zero: all texts are equal at first.
+
+        Args:
+            lora: train these adapters in the body in place of its weights; `merge` makes them part of it.
 
         Raises:
             ShoalError: transformers has no sequence classifier of this kind.
@@ -59,6 +64,8 @@ class RewardModel:
             raise _unusable(str(source.config.model_type), str(error).splitlines()[0]) from error
         model.base_model.load_state_dict(source.base_model.state_dict())
         torch.nn.init.zeros_(model.score.weight)
+        if lora is not None:
+            setattr(model, model.base_model_prefix, add_lora(model.base_model, lora, seed=seed, task_type=None))
         return cls(model.to(loaded.device).eval(), loaded.tokenizer, loaded.device)
 
     @classmethod
@@ -79,8 +86,22 @@ class RewardModel:
             raise _unusable(str(folder), str(error).splitlines()[0] if str(error) else repr(error)) from error
         return cls(model.to(target).eval().requires_grad_(False), tokenizer, target)
 
+    def merge(self) -> None:
+        """Make adapters, where there are any, part of the weights."""
+        body = self.model.base_model
+        if isinstance(body, PeftModel):
+            setattr(self.model, self.model.base_model_prefix, body.merge_and_unload())
+
+    def trained(self) -> list[Tensor]:
+        """What training moves, from now on with a gradient: adapters and head, or all weights."""
+        adapters = isinstance(self.model.base_model, PeftModel)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not adapters or ".lora_" in name or name.startswith("score."))
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def save(self, folder: Path) -> None:
-        """Write weights and tokenizer."""
+        """Write weights, with adapters merged, and tokenizer."""
+        self.merge()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -135,6 +156,7 @@ def train_reward_model(
     steps: int,
     learning_rate: float = 1e-5,
     batch_size: int = 16,
+    weight_decay: float = 0.0,
     held_out: float = 0.1,
     seed: int = 0,
     progress: Progress | None = None,
@@ -148,20 +170,20 @@ def train_reward_model(
         "loss" (mean of the last tenth of the steps), "accuracy" (share of held-out pairs in order), "pairs", "held_out".
     """
     train, test = split(preferences, held_out, seed)
-    model = reward_model.model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    trained = reward_model.trained()
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     losses: list[float] = []
     for step, batch in zip(range(steps), epochs(train, batch_size, seed), strict=False):
         loss, _ = reward_model.loss(batch)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         if torch.isfinite(norm):
             optimizer.step()
             losses.append(float(loss.detach()))
         if progress:
             progress("reward model", (step + 1) / steps)
-    model.requires_grad_(False)
+    reward_model.model.requires_grad_(False)
     tail = losses[-max(1, len(losses) // 10) :]
     right = 0.0
     with torch.no_grad():

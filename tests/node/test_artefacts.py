@@ -203,3 +203,21 @@ def test_a_reward_model_is_one_command_away(told, tmp_path, capsys):
     assert code == 0 and found["kind"] == "reward model" and found["accuracy"] == 1.0
     good, bad = RewardModel.load(out, device="cpu").score([("1+1=", "2"), ("1+1=", "?")])
     assert good > bad
+    code, found = ask(
+        capsys,
+        *(
+            "reward-model",
+            "--model",
+            "tiny",
+            "--lora-r",
+            "4",
+            "--preferences",
+            str(told),
+            "--out",
+            str(out.parent / "lora"),
+        ),
+        *("--learning-rate", "0.01", "--max-steps", "40", "--device", "cpu", "--weight-decay", "0.1"),
+    )
+    assert code == 0 and found["accuracy"] == 1.0
+    good, bad = RewardModel.load(tmp_path / "lora", device="cpu").score([("1+1=", "2"), ("1+1=", "?")])
+    assert good > bad  # what was merged is what was trained
