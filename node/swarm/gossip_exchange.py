@@ -216,7 +216,7 @@ class GossipExchange:
 
     def _decided(self, kind: Kind, ours: Hello, theirs: Hello, loser_weight: int) -> None:
         """One side is heavier."""
-        if self.replica.abandons(ours, theirs, loser_weight):
+        if self.replica.abandons(theirs, loser_weight):
             winner, loser = (ours, theirs) if kind is Kind.KEEP else (theirs, ours)
             self.replica.abandon(winner.tops, loser.tops)
 
@@ -293,10 +293,15 @@ class GossipExchange:
         self, peer: str, theirs: Hello, snapshot: Snapshot, staged: list[tuple[Header, bytes]]
     ) -> UpdateLog | None:
         """The state at the winner's floor with all that it has shown above it: with less we would seem to be the lighter side
-        to those who lost with us, and be drawn back. None where that is not to be had."""
+        to those who lost with us, and be drawn back. None where that is not to be had: the snapshot may be another side's, or
+        newer than what was shown."""
+        if snapshot.base != theirs.base or any(
+            s > theirs.tops.get(k, (0,))[0] for k, (s, _) in snapshot.floor.entries.items()
+        ):
+            return None
         updates, before = list(staged), 2**63
         while True:
-            log = self.replica.standing_on(snapshot, updates, ours=False)
+            log = self.replica.taking_over(theirs, snapshot, updates)
             lacking = _lacking(log, theirs.tops)
             missing = sum(one.last - one.first + 1 for one in lacking)
             if not lacking:

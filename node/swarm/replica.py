@@ -8,7 +8,7 @@ gossip_exchange.py's, when something is published gossip.py's; the arithmetic is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -271,11 +271,11 @@ class Replica:
         if fresh:
             self._freeze(fresh)
 
-    def abandons(self, ours: Hello, theirs: Hello, loser_weight: int) -> bool:
+    def abandons(self, theirs: Hello, loser_weight: int) -> bool:
         """Whether the loser's chains end where the winner has them. Between sums of different bases the loser is replaced
         whole, and the little that it has beyond the winner is added; much of it would overshoot."""
-        origins = len({peer for peer, _ in [*ours.tops, *theirs.tops]})
-        return ours.base == theirs.base or loser_weight > self._heal_max(origins)
+        origins = len({peer for peer, _ in [*self.log.vector.entries, *theirs.tops]})
+        return self.log.base == theirs.base or loser_weight > self._heal_max(origins)
 
     def abandon(self, winner: Mapping[Key, tuple[int, bytes]], loser: Mapping[Key, tuple[int, bytes]]) -> Retraction:
         """The heavier side has won: the other's chains end where the winner has them."""
@@ -320,6 +320,15 @@ class Replica:
         one, two = sides
         self.on_average(one, our_weight, two, their_weight)
         self.replace(self.standing_on(merged(one, our_weight, two, their_weight), ours=False))
+
+    def taking_over(self, theirs: Hello, snapshot: Snapshot, updates: Staged) -> UpdateLog:
+        """The log of a side that has won, from its state at the floor and updates: with its limits, and without what it has
+        not of ours, unless that is so little that it is added (`abandons`)."""
+        limits, tops = dict(theirs.limits), VersionVector(theirs.tops)
+        if self.abandons(theirs, self.log.weight_beyond(tops)):
+            for key, seq in abandoned(tops, self.log.vector).items():
+                limits[key] = min(seq, limits.get(key, seq))
+        return self.standing_on(replace(snapshot, limits=limits), updates, ours=False)
 
     def standing_on(self, snapshot: Snapshot, updates: Staged = (), *, ours: bool = True) -> UpdateLog:
         """The log that has this snapshot below, and above it these updates and what our log has.

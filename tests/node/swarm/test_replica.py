@@ -74,6 +74,18 @@ def test_chains_stay_ended_on_a_snapshot_of_the_same_side_and_not_on_the_winners
     assert replica.standing_on(other, bob, ours=False).vector.seq(*BOB) == 4
 
 
+def test_who_takes_over_a_side_that_won_has_its_state_and_nothing_of_the_side_that_lost() -> None:
+    ada, bob = chain("ada", 9), chain("bob", 9)
+    winner, _ = replica_of(ada[:2], bob, me="bob")
+    replica, _ = replica_of(ada, bob[:2])
+    replica.join_limits({BOB: 2})  # an earlier healing, which the winner has never heard of
+    mine, theirs = replica.hello(), winner.hello()
+    assert replica.abandons(theirs, 1)
+    winner.abandon(theirs.tops, mine.tops)
+    log = replica.taking_over(theirs, winner.floor[0], bob)
+    assert (log.state_hash, log.vector, log.limits) == (winner.log.state_hash, winner.log.vector, {ADA: 2})
+
+
 def test_own_updates_that_go_with_their_side_flow_back_though_they_were_final() -> None:
     ada, bob = chain("ada", 3), chain("bob", 4)
     replica, said = replica_of(ada)
