@@ -39,6 +39,7 @@ from ..swarm.memory import InlineClock, MemoryNet, run
 
 SMALL = TinyConfig(hidden=32, layers=2, heads=2, mlp=64)
 STEPS = 150
+LONGER = pytest.mark.timeout(900)  # one to two minutes on a quiet machine
 # Where the warm-up leaves the policy, and where its reward must bring it (judges that are mostly right: 0.9 to 1).
 START, LEARNED = 0.35, 0.7
 ROWS = [{"prompt": f"{a}{b}=", "answer": a} for a in "abcdefghijkl" for b in "mnopqrst"]
@@ -148,7 +149,7 @@ def compared(rng):
 
 @pytest.mark.parametrize(
     ("mode", "question", "steps", "template"),
-    [("rate", rated, 300, RATE), pytest.param("compare", compared, 1200, COMPARE, marks=pytest.mark.slow)],
+    [("rate", rated, 300, RATE), pytest.param("compare", compared, 1200, COMPARE, marks=[pytest.mark.slow, LONGER])],
 )
 def test_a_model_judges(data, tmp_path, mode, question, steps, template):
     folder = train_judge(tmp_path / "judge", question, steps)
@@ -262,6 +263,7 @@ def peers_of(seed, liars):
 
 
 @pytest.mark.slow
+@LONGER
 def test_peers_judge_and_one_of_four_that_lies_changes_nothing(data):
     """Within the spread of seeds, and better than the same liar among judges that are all believed alike would be."""
     outcomes = {}
@@ -312,6 +314,7 @@ def warm(data):
 
 
 @pytest.mark.slow
+@LONGER
 def test_preferences_train_a_reward_model_that_is_a_reward(data, told, warm, tmp_path):
     """The reward model of one policy's preferences teaches another policy, though less than the judge itself would: the
     policy finds answers that no preference is about, and some of them score well."""
