@@ -77,9 +77,14 @@ class PeerCache:
     def encoded(self) -> bytes:
         """The file's content; made anew only when something changed: it is asked for often."""
         if self._encoded is None:
-            rows = ",\n ".join(map(json.dumps, self.peers.items()))  # json's own indentation is slow
+            rows = ",\n ".join(_row(peer, tuple(addresses)) for peer, addresses in self.peers.items())
             self._encoded = f'{{"peers": [\n {rows}\n]}}'.encode()
         return self._encoded
+
+
+@lru_cache(maxsize=1 << 14)  # the order changes often, the rows seldom; shared by all nodes of a simulation
+def _row(peer: str, addresses: tuple[str, ...]) -> str:
+    return json.dumps([peer, addresses])
 
 
 def _parse_cache(content: bytes) -> dict[str, list[str]]:

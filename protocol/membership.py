@@ -386,6 +386,8 @@ class Membership:
         if record.peer == self.me.peer:
             return self._about_me(record)
         member = self._table.get(record.peer)
+        if member is not None and record is member.word:
+            return None  # most of what is told
         if record.is_word:
             if member is None or record.rank > member.word.rank:
                 self._take_word(now, member, record)
