@@ -246,10 +246,7 @@ class Replica:
             # Each side calls final what the other has not: neither can have the other's log any more.
             return Decision(heavier, "both sides have compacted what the other lacks")
         heal_max = self._heal_max(len({peer for peer, _ in [*ours.tops, *theirs.tops]}))
-        taken = max(
-            our_weight if _cuts(theirs.limits, ours.tops, ours.frontier) else 0,
-            their_weight if _cuts(ours.limits, theirs.tops, theirs.frontier) else 0,
-        )
+        taken = max(_cut(theirs.limits, ours), _cut(ours.limits, theirs))
         if ours.base == theirs.base and taken > heal_max:
             # Other pairs have met before and found the other side the heavier one. Joining the limits of both decisions would
             # take back the work of both sides.
@@ -357,11 +354,12 @@ class Replica:
         self._owe(before)
 
 
-def _cuts(
-    limits: Mapping[Key, int], tops: Mapping[Key, tuple[int, bytes]], frontier: Mapping[Key, tuple[int, bytes]]
-) -> bool:
-    """Whether these limits would take back some of what a peer with these tops has. What is final there stays."""
-    return any(max(seq, frontier.get(key, (0,))[0]) < tops.get(key, (0,))[0] for key, seq in limits.items())
+def _cut(limits: Mapping[Key, int], side: Hello) -> int:
+    """Weight of what these limits would take back from a side, by the average of its updates. What is final there stays."""
+    updates = sum(
+        max(0, side.tops.get(key, (0,))[0] - max(seq, side.frontier.get(key, (0,))[0])) for key, seq in limits.items()
+    )
+    return updates * side.total_weight // max(1, sum(seq for seq, _ in side.tops.values()))
 
 
 def _beyond(frontier: Mapping[Key, tuple[int, bytes]], tops: Mapping[Key, tuple[int, bytes]]) -> bool:
