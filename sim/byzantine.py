@@ -253,8 +253,14 @@ class _Twisted:
     async def send(self, frame: bytes) -> None:
         await self._stream.send(self._twist(frame))
 
+    def send_now(self, frame: bytes) -> bool:
+        return self._stream.send_now(self._twist(frame))
+
     async def recv(self, timeout_s: float) -> bytes:
         return await self._stream.recv(timeout_s)
+
+    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        await self._stream.each(take, timeout_s)
 
     async def done_sending(self) -> None:
         await self._stream.done_sending()
