@@ -22,7 +22,7 @@ from .models import LoadedModel, Progress, load_model
 from .preferences import PreferenceLog
 from .prompts import prompt_format
 from .rewards import Rewards, Scorer
-from .rollout import BuiltInSampler, Sampler
+from .rollout import Sampler
 from .server_sampler import ServerSampler
 from .tasks import load_task
 
@@ -98,9 +98,10 @@ def build_learner(
         raise
 
 
-def _sampler(loaded: LoadedModel, config: SamplerConfig | None, push_dir: Path | None) -> Sampler:
+def _sampler(loaded: LoadedModel, config: SamplerConfig | None, push_dir: Path | None) -> Sampler | None:
+    """None where the learner is to sample from its own model."""
     if config is None or config.kind == "builtin":
-        return BuiltInSampler(loaded)
+        return None
     folder = Path(config.push_dir).expanduser() if config.push_dir else push_dir
     if folder is None:
         raise ValueError("a server's sampler needs push_dir")

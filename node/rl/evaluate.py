@@ -58,6 +58,7 @@ def measure(
             "pad_id": loaded.pad_id,
             "generator": generator,
             "tokenizer": loaded.tokenizer,
+            "copy_bytes": config.activations_mib << 20,
         }
         sampling = sampling_of(config)
         greedily = Sampling(greedy=True, stop_strings=sampling.stop_strings)

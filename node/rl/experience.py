@@ -71,7 +71,7 @@ def collect(
     sampler: Sampler | None = None,
 ) -> Experience:
     """Sample a group for each example, from `sampler` or by default the trainer's own model, and score it."""
-    sampler = sampler or BuiltInSampler(loaded)
+    sampler = sampler or BuiltInSampler(loaded, copy_bytes=config.activations_mib << 20)
     rollouts = sampler.sample(
         [prompts.encode(loaded.tokenizer, e) for e in examples],
         num_generations=config.num_generations,

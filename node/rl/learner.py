@@ -66,7 +66,7 @@ class GrpoLearner:
         self.base_hash = loaded.base_hash
         self._task, self._grpo, self._warmup = task, grpo, warmup
         self._prompts, self._rewards = prompts, rewards
-        self._sampler = sampler or BuiltInSampler(loaded)
+        self._sampler = sampler or BuiltInSampler(loaded, copy_bytes=grpo.activations_mib << 20)
         self._new_round = True  # no step since parameters were loaded or a round began
         self._reference = None
         if grpo.beta and not loaded.is_lora:

@@ -2,8 +2,8 @@
 
 Prompts lie at the right end of their columns (left padding), completions at the left of theirs; masks come from
 lengths, never from token ids, and position ids are explicit, so padding shifts nothing. Logits are computed at
-completion positions only, in chunks; shared prompts run once (`packed.py`). Does not sample (`rollout.py`) and does not
-compute a loss (`losses.py`).
+completion positions only, in chunks (`scoring.py`); shared prompts run once (`packed.py`). Does not sample (`rollout.py`)
+and does not compute a loss (`losses.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from .packed import checkpointed, hidden_states, pack
+from .scoring import score_tokens
 
-LOGITS_MAX = 1 << 23  # logits that exist at a time, 32 MiB in fp32: large enough for the matrix product to be efficient
 PROBE_GAP_MAX = 1e-2  # nats between two ways to compute the same log-prob: rounding stays far below, mistakes above
 PROBE_GAP_MAX_16_BIT = 0.1  # the same for 16-bit weights
 
@@ -136,7 +135,7 @@ def token_scores(
         keep_bytes: with `recompute`, activations of so many bytes are kept all the same; only layers beyond run again.
         shared_prefix: whether to run the prompts once; None asks `runs_packed`. False is the plain way.
     """
-    base, mask = _base(model), batch.completion_mask()
+    base, mask = base_of(model), batch.completion_mask()
     if shared_prefix is None:
         shared_prefix = runs_packed(model) and _in_window(base, batch)
     if shared_prefix:
@@ -150,8 +149,15 @@ def token_scores(
         with checkpointed(base, keep_bytes=keep_bytes) if recompute else nullcontext():
             hidden = _logits_in_one_pass(model, batch)[mask]
         head = nn.Identity()
-    tokens = batch.completion_ids[mask]
-    logps, more = _score(head, hidden, tokens, temperature, with_entropy, entropy_grad, with_log_sum_squares)
+    logps, more = score_tokens(
+        head,
+        hidden,
+        batch.completion_ids[mask],
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+        with_log_sum_squares=with_log_sum_squares,
+    )
 
     def spread(values: Tensor) -> Tensor:  # [T] -> [n, C]
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
@@ -162,53 +168,13 @@ def token_scores(
     return TokenScores(logps=spread(logps), entropies=more)
 
 
-def _score(
-    head: Any,
-    hidden: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    entropy_grad: bool,
-    with_log_sum_squares: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each of T tokens from the hidden state in front of it, and what else is asked for, by chunks of rows."""
-
-    def chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(states)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        norm = torch.logsumexp(logits, dim=-1)
-        logps = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
-        if with_log_sum_squares:
-            return logps, (torch.logsumexp(2 * logits, dim=-1) - 2 * norm).detach()
-        if not with_entropy:
-            return logps, logps.detach()
-        with nullcontext() if entropy_grad else torch.no_grad():
-            probs = torch.exp(logits - norm.unsqueeze(-1))
-            return logps, norm - torch.where(probs > 0, probs * logits, torch.zeros_like(probs)).sum(-1)
-
-    weight = getattr(head, "weight", None)
-    vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-    rows = max(1, LOGITS_MAX // vocabulary)
-    parts = []
-    for states, chosen in zip(hidden.split(rows), tokens.split(rows), strict=True):
-        if torch.is_grad_enabled() and len(tokens) > rows:
-            parts.append(checkpoint(chunk, states, chosen, use_reentrant=False))
-        else:  # a single chunk is within the bound anyway
-            parts.append(chunk(states, chosen))
-    logps = torch.cat([p[0] for p in parts])
-    return logps, torch.cat([p[1] for p in parts]) if with_entropy or with_log_sum_squares else None
-
-
 def runs_packed(model: Any) -> bool:
     """Whether prompts can be run once for all their completions; measured once for each model and remembered.
 
     Models differ in ways that no flag tells (scaled or capped logits, sinks, recurrent layers, routing that looks at
     other tokens): a few tokens are run both ways, and where they disagree the plain way is taken from then on.
     """
-    base = _base(model)
+    base = base_of(model)
     if base not in _RUNS_PACKED:
         reason = _why_not_packed(model)
         if reason:
@@ -231,7 +197,7 @@ _RUNS_PACKED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 @torch.no_grad()
 def _why_not_packed(model: Any) -> str:
     """Empty where a model runs packed, else the reason."""
-    base = _base(model)
+    base = base_of(model)
     config = base.config.get_text_config()
     device = next(base.parameters()).device
     # Spread over the vocabulary: the first ids are often special tokens, on which models are numerically touchy.
@@ -272,7 +238,7 @@ def _logits_in_one_pass(model: Any, batch: Batch) -> Tensor:
 
 def new_cache(model: Any) -> DynamicCache:
     """An empty key-value cache of the kind that the model's layers need."""
-    return DynamicCache(config=_base(model).config)
+    return DynamicCache(config=base_of(model).config)
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -297,9 +263,10 @@ def forward_logits(
 
 def _cache_argument(model: Any) -> str:
     """Transformers renamed `past_key_values` to `cache`; ask the model which one it knows."""
-    parameters = inspect.signature(type(_base(model)).forward).parameters
+    parameters = inspect.signature(type(base_of(model)).forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """The transformers model, without PEFT around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,6 +1,6 @@
 """Samples groups of completions with a key-value cache and reports the log-probs of what was sampled from.
 
-Each prompt is prefilled once and its cache shared by the group; finished rows leave the batch. Log-probs are those of
+Each prompt is prefilled once for its group; finished rows leave the batch (`decode.py` runs the model). Log-probs are those of
 the distribution that was drawn from (`draw.py`). Randomness comes from the caller's generator alone. `Sampler` is what
 the learner asks for completions: here the trainer's own model, in `server_sampler.py` an inference server. Does not
 score completions (`rewards.py`).
@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .decode import start
 from .draw import Sampling, draw
 from .models import LoadedModel
-from .policy import Batch, forward_logits, new_cache, pad_left, pad_right, positions
+from .policy import Batch, pad_left, pad_right
 
 COMPACT_FRACTION = 0.25  # rows leave the cache when this part of it is finished: copying costs about one small step
 # Tokens decoded in front of those that a stop string can span: some decoders drop a blank at the start of a text.
@@ -71,8 +72,9 @@ class Sampler(Protocol):
 class BuiltInSampler:
     """Samples from the trainer's own model: nothing to push, no correction needed."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: LoadedModel, *, copy_bytes: int = 0) -> None:
+        """`copy_bytes`: see `sample`."""
+        self._loaded, self._copy_bytes = loaded, copy_bytes
 
     is_trainer = True
 
@@ -99,6 +101,7 @@ class BuiltInSampler:
             pad_id=self._loaded.pad_id,
             generator=generator,
             tokenizer=self._loaded.tokenizer,
+            copy_bytes=self._copy_bytes,
         )
 
 
@@ -114,6 +117,7 @@ def sample(
     pad_id: int,
     generator: torch.Generator,
     tokenizer: Any = None,
+    copy_bytes: int = 0,
 ) -> Rollouts:
     """Draw `num_generations` completions for each prompt.
 
@@ -124,6 +128,7 @@ def sample(
             model's context gets fewer.
         generator: on the model's device.
         tokenizer: decodes completions to look for stop strings; needed where `sampling` has some.
+        copy_bytes: memory for copies of weights that sampling on the CPU is faster with; released at the end.
 
     Raises:
         ValueError: no prompt, an empty one, one that fills the model's whole context, or stop strings without tokenizer.
@@ -142,13 +147,9 @@ def sample(
     tail = _stop_tail(sampling.stop_strings)
 
     mask = torch.arange(width, device=device).unsqueeze(0) >= width - prompt_lengths.unsqueeze(1)
-    cache = new_cache(model)
-    logits = forward_logits(
-        model, input_ids=prompt_ids, attention_mask=mask, position_ids=positions(mask), keep=1, cache=cache
-    )[:, -1]
-    cache.batch_repeat_interleave(num_generations)
-    logits = logits.repeat_interleave(num_generations, dim=0)
-    mask = mask.repeat_interleave(num_generations, dim=0)
+    logits, decoder = start(
+        model, prompt_ids, mask, num_generations=num_generations, max_new_tokens=longest, copy_bytes=copy_bytes
+    )
     position = prompt_lengths.repeat_interleave(num_generations)  # of the next token, [rows]
 
     tokens = torch.full((n, longest), pad_id, dtype=torch.int64, device=device)
@@ -174,18 +175,10 @@ def sample(
             break
         if live <= (1 - COMPACT_FRACTION) * len(rows):
             kept = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
-            rows, mask, position, drawn = rows[kept], mask[kept], position[kept], drawn[kept]
+            decoder.select(kept)
+            rows, position, drawn = rows[kept], position[kept], drawn[kept]
             alive = torch.ones(live, dtype=torch.bool, device=device)
-        mask = torch.cat([mask, torch.ones((len(rows), 1), dtype=torch.bool, device=device)], dim=1)
-        logits = forward_logits(
-            model,
-            input_ids=drawn.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=position.unsqueeze(1),
-            keep=1,
-            cache=cache,
-        )[:, -1]
+        logits = decoder.step(drawn, position)
         position = torch.minimum(position + 1, last_position[rows])
     used = int(lengths.max())
     batch = Batch(

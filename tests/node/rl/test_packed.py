@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shoal.node.rl import policy
+from shoal.node.rl import scoring
 from shoal.node.rl.config import LoraConfig, ModelConfig
 from shoal.node.rl.models import load_model
-from shoal.node.rl.policy import completion_logps, runs_packed, token_scores
+from shoal.node.rl.policy import Batch, completion_logps, runs_packed, token_scores
 from shoal.node.rl.rollout import pairs
 
 SIZES = {
@@ -47,7 +47,7 @@ def groups(pad_id=0, prompts=PROMPTS, answers=ANSWERS, device="cpu"):
     flat = [a for group in answers for a in group]
     batch = pairs([prompts[0]] * len(flat), flat, pad_id=pad_id, device=torch.device(device))
     prompt = pairs(prompts, [[0]] * len(prompts), pad_id=pad_id, device=torch.device(device))
-    return policy.Batch(
+    return Batch(
         prompt_ids=prompt.prompt_ids,
         prompt_lengths=prompt.prompt_lengths,
         prompt_of=torch.tensor([i for i, group in enumerate(answers) for _ in group]),
@@ -169,7 +169,7 @@ def test_padding_and_its_token_change_nothing(shared_prefix):
     end = 13
     wide_groups = groups(pad_id=end)
     more = torch.full((3, 2), end), torch.full((6, 3), end)
-    wide = policy.Batch(
+    wide = Batch(
         prompt_ids=torch.cat([more[0], wide_groups.prompt_ids], dim=1),
         prompt_lengths=wide_groups.prompt_lengths,
         prompt_of=wide_groups.prompt_of,
@@ -201,7 +201,7 @@ def test_logits_exist_in_chunks_only(monkeypatch):
     """No tensor of the whole batch times the vocabulary, forward or backward; the result is the same."""
     model, batch = make("llama"), groups()
     whole = run(model, batch)
-    monkeypatch.setattr(policy, "LOGITS_MAX", 61 * 3)
+    monkeypatch.setattr(scoring, "LOGITS_MAX", 61 * 3)
     rows = []
     handle = model.get_output_embeddings().register_forward_hook(lambda m, i, out: rows.append(len(out)))
     kept = 0

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from shoal.node.rl.config import LoraConfig
+from shoal.node.rl.decode import runs_lean
 from shoal.node.rl.draw import Sampling, log_distribution
+from shoal.node.rl.models import add_lora
 from shoal.node.rl.rollout import BuiltInSampler, _contains_stop, _stop_tail, sample
 from shoal.node.rl.tiny import build_tokenizer
 
@@ -78,9 +81,32 @@ def test_logps_equal_a_plain_forward_pass(models, shape, sampling):
         assert torch.all(found.sampler_logps[row, len(completion) :] == 0)
 
 
+@pytest.mark.parametrize("copy_bytes", [0, 4000, 1 << 24], ids=["no copies", "some copies", "all copies"])
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_copies_of_weights_hold_the_adapters_and_change_no_log_prob(shape, copy_bytes):
+    config = LoraConfig(r=4, target_modules="all-linear")
+    model = add_lora(build(shape), config, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = rollouts_of(model, max_new_tokens=24, eos_ids=[1, *range(60, 70)], copy_bytes=copy_bytes)
+    for row, completion in enumerate(found.completions()):
+        expected = plain_logps(model, PROMPTS[row // 5], completion, Sampling())
+        assert found.sampler_logps[row, : len(completion)].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_llama_decodes_the_lean_way(models):
+    assert {shape: runs_lean(model) for shape, model in models.items()} == {
+        "llama": True, "qwen3": True, "gpt2": False, "qwen3_moe": True,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_logps_equal_a_plain_forward_pass_on_a_real_model(real_model):
-    sampler = BuiltInSampler(real_model)
+    sampler = BuiltInSampler(real_model, copy_bytes=1 << 30)
     prompts = [real_model.tokenizer(t).input_ids for t in ("The capital of France is", "1, 2, 3,", "Once upon a time")]
     for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.9, top_k=50)):
         found = sampler.sample(
