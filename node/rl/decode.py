@@ -145,7 +145,7 @@ class _Layer:
         """`keys` and `values`: fp32 [g, key heads, P, d], after rotation."""
         attention, self._mlp = layer.self_attn, layer.mlp
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self._head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         self._scaling = attention.scaling
         self._qkv = _Projection(budget, attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = _Projection(budget, attention.o_proj)
@@ -163,7 +163,7 @@ class _Layer:
         rows = len(hidden)
         heads = self._qkv(self._norms[0](hidden)).view(rows, -1, self._size)
         turned, values = heads[:, : -self._key_heads], heads[:, -self._key_heads :]
-        if self._head_norms[0] is not None:
+        if self._head_norms:
             parts = turned[:, : -self._key_heads], turned[:, -self._key_heads :]
             turned = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], dim=1)
         turned = torch.addcmul(turned * cos, turned.roll(self._size // 2, -1), sin)
@@ -229,7 +229,8 @@ class _Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, the maps' outputs in a row]."""
         if self._weight is None:
-            return torch.cat([m(x) for m in self._modules], dim=-1) if len(self._modules) > 1 else self._modules[0](x)
+            outputs = [module(x) for module in self._modules]
+            return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
 
@@ -250,8 +251,9 @@ def _adapters(module: Any) -> list[tuple[Tensor, Tensor, float]]:
     """A, B and scaling of each adapter that acts on top of a module's own weight."""
     if not isinstance(module, LoraLinear) or module.disable_adapters or module.merged:
         return []
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    return [(module.lora_A[n].weight, module.lora_B[n].weight, module.scaling[n]) for n in names]
+    a: Any = module.lora_A
+    b: Any = module.lora_B
+    return [(a[name].weight, b[name].weight, module.scaling[name]) for name in module.active_adapters if name in a]
 
 
 _HAS_PACKED_PRODUCT = torch.backends.mkldnn.is_available() and all(
