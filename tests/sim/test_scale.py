@@ -22,6 +22,7 @@ def load(name: str) -> ModuleType:
 
 
 membership, gossip, speed = load("membership"), load("gossip"), load("sim")
+OURS = membership.VARIANTS["ours"]
 
 
 def test_under_loss_every_update_reaches_everybody_once_and_costs_little_more_than_itself() -> None:
@@ -41,21 +42,21 @@ def test_an_update_reaches_everybody_within_a_few_periods_times_log_n(news: bool
 
 
 def test_a_death_among_seventy_is_seen_by_all() -> None:
-    found = membership.detection(70, seed=1, kills=3)  # more than are all neighbours of each other
+    found = membership.detection(70, 1, OURS, kills=3)  # more than are all neighbours of each other
     assert found["first_suspicion_s"]["max"] <= 8.0
     assert found["dead_for_all_s"]["max"] <= 30.0
 
 
 @pytest.mark.parametrize(("loss", "slow"), [(0.0, False), (0.2, False), (0.0, True)])
 def test_the_living_are_not_buried(loss: float, slow: bool) -> None:
-    found = membership.false_positives(40, 1, loss, slow, 1.0)
+    found = membership.false_positives(40, 1, OURS, loss, slow, 1.0)
     assert found["false_deaths_of_healthy_peers"] == 0
     assert (found["suspicions_per_peer_hour"] > 0) == (loss > 0.1 or slow)
 
 
 def test_a_mass_restart_and_a_partition_heal() -> None:
-    assert membership.restart(40, seed=1)["whole_after_s"] <= 60.0
-    found = membership.partition(20, 1, minutes=5.0)
+    assert membership.restart(40, 1, OURS)["whole_after_s"] <= 60.0
+    found = membership.partition(20, 1, OURS, minutes=5.0)
     assert found["dead_seen_before"] == [10, 10] and found["whole_after_s"] <= 120.0
 
 
