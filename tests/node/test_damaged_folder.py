@@ -21,6 +21,8 @@ from shoal.node.node import Node
 from shoal.node.observe.logs import Say
 from shoal.node.store.disk import RealDisk
 from shoal.protocol.errors import ExitCode, ShoalError
+from shoal.protocol.identity import Identity
+from shoal.protocol.transport import Connection, DialError, Gate, Handler
 
 RUN = RunConfig.model_validate({"learner": "quadratic", "quadratic": {"dimension": 8}, "sync": {"target_samples": 8}})
 OLDER, NEWEST = "older checkpoint", "newest checkpoint"
@@ -64,6 +66,23 @@ class Denying(RealDisk):
         return super().names(folder)
 
 
+class NoNetwork:
+    """A transport without anybody: gRPC's event loops are process-wide, and every start here has a loop of its own."""
+
+    binding = bytes(32)
+    sent_bytes = received_bytes = 0
+
+    def __init__(self, identity: Identity) -> None: ...
+
+    async def listen(self, host: str, port: int, gate: Gate, handler: Handler) -> int:
+        return port or 20_000
+
+    async def dial(self, address: str, peer_id: str, *, timeout_s: float) -> Connection:
+        raise DialError("unreachable", f"{address}: No route to host")
+
+    async def close(self) -> None: ...
+
+
 class Told:
     """What one start came to: an error, or what was said above info before the node was ready and left."""
 
@@ -94,7 +113,8 @@ def start(folder: Path, *, rounds: int = 0, unreadable: Path | None = None) -> T
             real.logs(*arguments)("the log begins", level="info")
             return told.say
 
-        host = dataclasses.replace(real, logs=logs, disk=Denying(unreadable) if unreadable else real.disk)
+        disk = Denying(unreadable) if unreadable else real.disk
+        host = dataclasses.replace(real, logs=logs, disk=disk, transport=NoNetwork)
 
         async def ready(node: Node) -> None:
             assert node.rounds is not None
