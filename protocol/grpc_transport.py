@@ -34,7 +34,7 @@ from . import limits
 from .errors import ExitCode, PeerFault, ShoalError
 from .handshake import plain
 from .identity import CERTIFICATE_NAME, Identity, make_certificate, verify_certificate
-from .transport import Call, DialError, Gate, Handler, StreamClosed
+from .transport import Call, DialError, Gate, Handler, Stream, StreamClosed
 from .version import sha256
 
 SERVICE = "/shoal.v1.Peer/"
@@ -146,21 +146,7 @@ async def _end_of(call: Any) -> StreamClosed:
     return StreamClosed(f"{code.name.lower()}: {plain(await call.details() or '')}")
 
 
-class _EachByRecv:
-    """What streams whose frames must be awaited have in common."""
-
-    def send_now(self, frame: bytes) -> bool:
-        return False
-
-    async def recv(self, timeout_s: float) -> bytes:
-        raise NotImplementedError
-
-    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
-        while take(await self.recv(timeout_s)):
-            pass
-
-
-class _ClientStream(_EachByRecv):
+class _ClientStream(Stream):
     """A dialed stream."""
 
     def __init__(self, call: Any, count: _Counter) -> None:
@@ -207,7 +193,7 @@ class _ClientStream(_EachByRecv):
         self._reader.drop()
 
 
-class _ServerStream(_EachByRecv):
+class _ServerStream(Stream):
     """An accepted stream. Half-closing our side happens when the handler returns, as gRPC servers do."""
 
     def __init__(self, context: Any, count: _Counter) -> None:

@@ -38,7 +38,10 @@ class DialError(Exception):
 
 
 class Stream(Protocol):
-    """An ordered, reliable, flow-controlled sequence of frames both ways. One reader and one writer at a time."""
+    """An ordered, reliable, flow-controlled sequence of frames both ways. One reader and one writer at a time.
+
+    `send_now` and `each` are there for streams that can do without a task for every frame; others inherit them.
+    """
 
     async def send(self, frame: bytes) -> None:
         """Queue one frame (at most FRAME_BYTES_MAX). Waits for flow control. Raises StreamClosed."""
@@ -46,7 +49,7 @@ class Stream(Protocol):
 
     def send_now(self, frame: bytes) -> bool:
         """`send` where that needs no waiting. False: nothing was sent, and `send` is to be awaited or says what is wrong."""
-        ...
+        return False
 
     async def recv(self, timeout_s: float) -> bytes:
         """The next frame. Raises StreamClosed at the end (`clean` after a half-close) and asyncio.TimeoutError."""
@@ -54,7 +57,8 @@ class Stream(Protocol):
 
     async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
         """Give every frame to `take` as it comes, until that returns False. Raises what `recv` and what `take` raises."""
-        ...
+        while take(await self.recv(timeout_s)):
+            pass
 
     async def done_sending(self) -> None:
         """Half-close: the other side's `recv` raises a clean StreamClosed after the last frame."""

@@ -244,7 +244,7 @@ class _OtherChain:
         return Signed.FromString(made.signed)
 
 
-class _Twisted:
+class _Twisted(Stream):
     """A stream on which other headers go out in place of the honest ones."""
 
     def __init__(self, stream: Stream, instead_of: Callable[[Header], Signed]) -> None:
@@ -253,14 +253,8 @@ class _Twisted:
     async def send(self, frame: bytes) -> None:
         await self._stream.send(self._twist(frame))
 
-    def send_now(self, frame: bytes) -> bool:
-        return self._stream.send_now(self._twist(frame))
-
     async def recv(self, timeout_s: float) -> bytes:
         return await self._stream.recv(timeout_s)
-
-    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
-        await self._stream.each(take, timeout_s)
 
     async def done_sending(self) -> None:
         await self._stream.done_sending()

@@ -9,7 +9,6 @@ lean way does not fit, which a probe finds out, decode there as well. Does not d
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
-from .policy import PROBE_GAP_MAX, base_of, forward_logits, new_cache, positions
+from .policy import PROBE_GAP_MAX, base_of, forward_logits, new_cache, positions, probed
 
 COPY_FROM_TOKENS = 12  # a copy of the weights takes as long as a few decode steps, and saves half of each
 GROWTH = 64  # columns that keys and values grow by
 PACKED_ROWS = 8  # rows that copies are laid out for; oneDNN takes any other number as well, hardly slower
 PROBE_COPY_BYTES = 1 << 26  # some layers of a probed model run from copies, the others as they are
-
-log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
@@ -263,13 +260,7 @@ _HAS_PACKED_PRODUCT = torch.backends.mkldnn.is_available() and all(
 
 def runs_lean(model: Any) -> bool:
     """Whether the lean way gives what the model itself gives; measured once for each model and remembered."""
-    base = base_of(model)
-    if base not in _RUNS_LEAN:
-        reason = _why_not_lean(model)
-        if reason:
-            log.info("%s decodes by its own forward pass: %s", type(base).__name__, reason)
-        _RUNS_LEAN[base] = not reason
-    return _RUNS_LEAN[base]
+    return probed(model, _RUNS_LEAN, _why_not_lean, "it decodes by its own forward pass")
 
 
 _RUNS_LEAN: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

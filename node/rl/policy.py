@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -174,15 +174,18 @@ def runs_packed(model: Any) -> bool:
     Models differ in ways that no flag tells (scaled or capped logits, sinks, recurrent layers, routing that looks at
     other tokens): a few tokens are run both ways, and where they disagree the plain way is taken from then on.
     """
+    return probed(model, _RUNS_PACKED, _why_not_packed, "the prompt of a group is computed once for each completion")
+
+
+def probed(model: Any, known: WeakKeyDictionary[Any, bool], why_not: Callable[[Any], str], otherwise: str) -> bool:
+    """Whether `why_not(model)` is empty; asked once for each model. A reason is logged, with what is done `otherwise`."""
     base = base_of(model)
-    if base not in _RUNS_PACKED:
-        reason = _why_not_packed(model)
+    if base not in known:
+        reason = why_not(model)
         if reason:
-            log.info(
-                "the prompt of a group is computed once for each completion of %s: %s", type(base).__name__, reason
-            )
-        _RUNS_PACKED[base] = not reason
-    return _RUNS_PACKED[base]
+            log.info("%s: %s: %s", type(base).__name__, otherwise, reason)
+        known[base] = not reason
+    return known[base]
 
 
 def _in_window(base: Any, batch: Batch) -> bool:

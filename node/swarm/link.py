@@ -73,8 +73,7 @@ class SessionStream:
     def send_now(self, frame: bytes) -> bool:
         if not (self.live and self._stream.send_now(frame)):
             return False
-        self._traffic.sent[self._method] += len(frame)
-        self._traffic.sent_to[self._peer] += len(frame)
+        self._count_sent(frame)
         return True
 
     async def send(self, frame: bytes) -> None:
@@ -95,6 +94,9 @@ class SessionStream:
             raise StreamClosed(f"timeout: the other side did not read for {SEND_SECONDS_MAX:g} s") from None
         finally:
             timer.cancel()
+        self._count_sent(frame)
+
+    def _count_sent(self, frame: bytes) -> None:
         self._traffic.sent[self._method] += len(frame)
         self._traffic.sent_to[self._peer] += len(frame)
 

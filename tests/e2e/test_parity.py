@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,14 @@ def leave(one: Swarm) -> None:
     assert {node.wait_exit() for node in one.nodes} == {0}
 
 
+def finish(one: Swarm) -> dict[str, Any]:
+    """Let all come to their end and leave; the status that they share."""
+    one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
+    status = one.wait_equal()
+    leave(one)
+    return status
+
+
 def folders(one: Swarm) -> list[Path]:
     return [node.data_dir for node in one.nodes]
 
@@ -82,9 +91,7 @@ def test_ring_mode(tmp_path: Path) -> None:
     with swarm(tmp_path, rounds=30, target_samples=480, exchange="sparse") as one:
         begin(one)
         suffer(one, "round", 6)
-        one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
-        status = one.wait_equal()
-        leave(one)
+        status = finish(one)
         run = load(folders(one))
         assert {len(commit.value.roster) for commit in run.commits} >= {2, 3}  # the frozen and the killed were missed
         found = replay(run)
@@ -99,9 +106,7 @@ def test_gossip_mode_and_the_command(tmp_path: Path) -> None:
     with swarm(tmp_path, GOSSIP, rounds=30, target_samples=160) as one:
         begin(one)
         suffer(one, "published", 6)
-        one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
-        status = one.wait_equal()
-        leave(one)
+        status = finish(one)
         done = subprocess.run(
             [sys.executable, "-m", "shoal.sim.replay", *map(str, folders(one))],
             capture_output=True,
@@ -118,9 +123,7 @@ def test_dense_rounds(tmp_path: Path) -> None:
     with swarm(tmp_path, rounds=20, target_samples=480, exchange="dense") as one:
         begin(one)
         suffer(one, "round", 5)
-        one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
-        status = one.wait_equal()
-        leave(one)
+        status = finish(one)
         run = load(folders(one))
         assert any(commit.value.chunk_hashes for commit in run.commits)
         found = replay(run)
@@ -132,9 +135,7 @@ def test_hybrid_mode(tmp_path: Path) -> None:
     with swarm(tmp_path, HYBRID, rounds=24, target_samples=160) as one:
         begin(one)
         suffer(one, "published", 6)
-        one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
-        status = one.wait_equal()
-        leave(one)
+        status = finish(one)
         run = load(folders(one))
         found = replay(run)
         assert not found.differences
@@ -150,9 +151,7 @@ def test_two_sides_that_are_healed(tmp_path: Path, rule: str) -> None:
     with swarm(tmp_path, healed, rounds=40, target_samples=80) as one:
         begin(one, 4)
         part(one, 12)
-        one.wait(lambda: all((n.status() or {}).get("finished") for n in one.nodes), "all finished")
-        status = one.wait_equal()
-        leave(one)
+        status = finish(one)
         met = [r for n in one.nodes for r in n.log() if r.get("event") == "two sides meet"]
         assert met
         run = load(folders(one))

@@ -70,7 +70,7 @@ class InlineClock:
         return work()
 
 
-class MemoryStream:
+class MemoryStream(Stream):
     """One end of a stream. `limit` frames wait before `send` blocks."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | StreamClosed], outbox: asyncio.Queue[bytes | StreamClosed]) -> None:
@@ -82,13 +82,6 @@ class MemoryStream:
         if self._closed is not None and not self._closed.clean:
             raise self._closed
         await self._outbox.put(frame)
-
-    def send_now(self, frame: bytes) -> bool:
-        return False
-
-    async def each(self, take: Callable[[bytes], bool], timeout_s: float) -> None:
-        while take(await self.recv(timeout_s)):
-            pass
 
     async def recv(self, timeout_s: float) -> bytes:
         if self._closed is not None and self._inbox.empty():
