@@ -385,7 +385,7 @@ class GrpcTransport:
             f"dns:///{address}", grpc.ssl_channel_credentials(pem), options=CLIENT_OPTIONS
         )
         try:
-            await asyncio.wait_for(channel.channel_ready(), deadline - asyncio.get_running_loop().time())
+            await asyncio.wait_for(_connected(channel, address), deadline - asyncio.get_running_loop().time())
         except BaseException as error:
             await channel.close(None)
             if isinstance(error, asyncio.TimeoutError):
@@ -402,6 +402,17 @@ class GrpcTransport:
             await self._service.end("the other side is closing")
             await self._server.stop(None)
             self._server = None
+
+
+async def _connected(channel: grpc.aio.Channel, address: str) -> None:
+    """Wait until the channel can be used. `channel_ready` goes on waiting after a failure; whoever showed its certificate a
+    moment ago and now refuses has just died, and is not worth it. Raises DialError."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise DialError("unreachable", f"{address} ended the connection")
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
 
 
 async def _read_certificate(address: str) -> bytes:

@@ -84,7 +84,7 @@ class Accepting:
 
     async def _serve_control(self, peer: str, stream: SessionStream) -> None:
         link = self._links.to(peer)
-        link.accepted.append(stream)
+        link.accept(stream)
         try:
             await self._links.read_messages(peer, stream)
         finally:

@@ -164,6 +164,7 @@ class Link:
     control: SessionStream | None = None  # on our connection
     accepted: list[SessionStream] = field(default_factory=list)  # control streams that the peer opened
     sender: asyncio.Task[None] | None = None
+    called: asyncio.Future[None] | None = None  # done when the peer opens a control stream; set by who waits for one
     _queue: deque[tuple[float, bytes]] | None = None
     _lock: asyncio.Lock | None = None
     _streams: weakref.WeakSet[SessionStream] | None = None
@@ -198,6 +199,12 @@ class Link:
     def remember(self, *addresses: str) -> None:
         """Newest first, at most ADDRESSES_MAX."""
         self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[: limits.ADDRESSES_MAX]
+
+    def accept(self, stream: SessionStream) -> None:
+        """The peer opened a control stream."""
+        self.accepted.append(stream)
+        if self.called is not None and not self.called.done():
+            self.called.set_result(None)
 
     def incoming(self) -> SessionStream | None:
         """The newest control stream that the peer opened and that is live."""

@@ -13,6 +13,8 @@ are the two sides of a connection.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 
@@ -167,12 +169,19 @@ class Mesh:
                     link.accepted.remove(stream)
 
     async def _control_of(self, peer: str, link: Link) -> SessionStream | None:
-        """A control stream to the peer: ours, else the one it opened, else a new one."""
+        """A control stream to the peer: ours, else the one it opened, else a new one.
+
+        A restarted peer comes to us while we still try where it was: what it opens is used at once, the dial goes on by itself.
+        """
         stream = link.control or link.incoming()
         if stream is None:
-            try:
-                await self._dialing.ensure(peer)
-            except DialError:
-                pass
+            link.called = asyncio.get_running_loop().create_future()
+            dial = self._links.own(self._try(peer), f"dial of {peer[-6:]}")
+            await asyncio.wait({dial, link.called}, return_when=asyncio.FIRST_COMPLETED)
+            link.called = None
             stream = link.control or link.incoming()
         return stream
+
+    async def _try(self, peer: str) -> None:
+        with contextlib.suppress(DialError):
+            await self._dialing.ensure(peer)

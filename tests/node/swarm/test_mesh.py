@@ -165,6 +165,33 @@ def test_messages_dial_on_demand_from_news() -> None:
     run(test)
 
 
+def test_who_comes_to_us_is_answered_while_we_still_try_where_it_was() -> None:
+    """A restarted peer has a new port; its old address may be one that takes every connection and never answers."""
+
+    async def test() -> None:
+        a, b = await node(1), await node(2)
+        trying, given_up = asyncio.Event(), asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            trying.set()
+            while await reader.read(1024):
+                pass
+            given_up.set()
+            writer.close()
+
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as old:
+            b.mesh.news(a.id, [f"127.0.0.1:{old.sockets[0].getsockname()[1]}"])
+            b.say(a, "are you there?")
+            await trying.wait()
+            await a.mesh.connect(b.address, b.id)
+            assert await a.hears("are you there?") == b.id
+            b.say(a, "more")
+            await a.hears("more")
+            assert not given_up.is_set()
+
+    run(test)
+
+
 def test_bulk_streams() -> None:
     async def test() -> None:
         a, b = await node(1), await node(2)
