@@ -86,6 +86,7 @@ class GossipExchange:
         self._suspect: dict[str, set[Key]] = {}  # peer → chains whose heads differ from ours
         self._starved: dict[Key, int] = {}
         self._replacing = False
+        self._beaten: list[Hello] = []  # states that ours was found heavier than while another is downloaded
         self.exchanges = self.fetches = 0
 
     # ------------------------------------------------------------------------------------------------ streams
@@ -162,7 +163,6 @@ class GossipExchange:
         log = self.replica.log
         our_weight = log.weight_beyond(VersionVector(theirs.tops))
         wanted = self._want(peer, theirs)
-        averaging = self.replica.settings.heal_rule == "merge"
         await stream.send(gossip_wire.encode_want(wanted, our_weight))
         want = GossipWant()
         parse(want, await stream.recv(STREAM_SECONDS))
@@ -171,12 +171,14 @@ class GossipExchange:
             self._say(
                 "two sides meet", level="warning", peer=peer[-6:], decision=decision.kind.value, why=decision.reason
             )
-        staged: list[tuple[Header, bytes]] | None = None
-        if (decision.kind is Kind.MERGE and averaging) or decision.kind is Kind.TAKE:
-            staged = []  # until all is here: to give up our side before theirs has come would be to learn nothing for a while
-        if decision.kind is Kind.KEEP and not self._moved(ours, era):
+        # Until all is here: to give up our side before theirs has come would be to learn nothing for a while; and if ours is not
+        # what won any more, nothing keeps out what the loser sends.
+        staged: list[tuple[Header, bytes]] | None = None if decision.kind is Kind.ADD else []
+        if self._moved(ours, era):
+            pass  # as after the transfer
+        elif decision.kind is Kind.KEEP:
             self._decided(decision.kind, ours, theirs, want.concurrent_weight)
-        elif decision.kind is Kind.ADD and self.replica.replaced == era:
+        elif decision.kind is Kind.ADD:
             self.replica.hear(theirs)
             if theirs.base == self.replica.log.base:
                 self.replica.join_limits(theirs.limits)
@@ -189,12 +191,15 @@ class GossipExchange:
             if not sender.done():
                 sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-        if decision.kind in (Kind.KEEP, Kind.TAKE) and self._moved(ours, era):
+        if decision.kind is not Kind.MERGE and self._moved(ours, era):
+            if got:
+                self._grew(got, peer)
             return self._again(peer)
         if decision.kind is Kind.TAKE and self._replaced_whole(theirs):
             got = set()  # what they have comes with their state (_catch_up); until then ours stays as it is
-        elif decision.kind is Kind.TAKE:
-            self._decided(decision.kind, ours, theirs, our_weight)
+        elif decision.kind in (Kind.KEEP, Kind.TAKE):
+            if decision.kind is Kind.TAKE:
+                self._decided(decision.kind, ours, theirs, our_weight)
             got = {(h.dot.peer, h.dot.incarnation) for h, payload in staged or () if self._take(peer, h, payload)}
         elif staged is not None:
             self._average(peer, ours, theirs, our_weight, want.concurrent_weight, staged)
@@ -216,6 +221,8 @@ class GossipExchange:
 
     def _decided(self, kind: Kind, ours: Hello, theirs: Hello, loser_weight: int) -> None:
         """One side is heavier."""
+        if kind is Kind.KEEP and self._replacing:
+            self._beaten.append(theirs)
         if self.replica.abandons(theirs, loser_weight):
             winner, loser = (ours, theirs) if kind is Kind.KEEP else (theirs, ours)
             self.replica.abandon(winner.tops, loser.tops)
@@ -273,6 +280,7 @@ class GossipExchange:
         if not (forced or behind or starving) or self._replacing:
             return
         self._replacing = True
+        self._beaten.clear()
         try:
             snapshot = await self._download(peer, theirs.floor_hash)
             log: UpdateLog | None = None
@@ -280,6 +288,8 @@ class GossipExchange:
                 log = await self._whole(peer, theirs, snapshot, staged)
             elif snapshot is not None and self._fits(snapshot):
                 log = replica.standing_on(snapshot)
+            if forced and any(_heavier_first(theirs) >= _heavier_first(other) for other in self._beaten):
+                log = None  # ours has grown meanwhile and won: two sides must not change places
             if log is not None and replica.replaced == era:
                 replica.replace(log)
                 self._starved.clear()
@@ -432,6 +442,10 @@ class GossipExchange:
             self._suspect.setdefault(peer, set()).add((header.dot.peer, header.dot.incarnation))
             self._again(peer)
         return False
+
+
+def _heavier_first(hello: Hello) -> tuple[int, bytes]:
+    return -hello.total_weight, hello.state_hash
 
 
 def _lacking(log: UpdateLog, tops: Tops) -> list[Range]:
