@@ -171,8 +171,8 @@ class GossipExchange:
             self._say(
                 "two sides meet", level="warning", peer=peer[-6:], decision=decision.kind.value, why=decision.reason
             )
-        # Until all is here: to give up our side before theirs has come would be to learn nothing for a while; and if ours is not
-        # what won any more, nothing keeps out what the loser sends.
+        # Until all is here: to give up our side before theirs has come would be to learn nothing for a while; and if ours is
+        # not what won any more, nothing keeps out what the loser sends.
         staged: list[tuple[Header, bytes]] | None = None if decision.kind is Kind.ADD else []
         if self._moved(ours, era):
             pass  # as after the transfer
