@@ -485,8 +485,12 @@ class Node:
 
     async def records(self, peers: list[str], state: SharedState) -> list[Commit]:
         """The commits behind a state, oldest first, from whoever of `peers` has them; those that decode and are signed."""
-        raw = await fetch_records(self.mesh.open, peers, state.lineage, self.trouble)
-        return decode_records(raw, self.run_.id)
+        for peer in peers:  # one on another branch gives the commits behind its own state
+            raw = await fetch_records(self.mesh.open, [peer], state.lineage, self.trouble)
+            commits = decode_records(raw, self.run_.id)
+            if any(commit.value.lineage == state.lineage for commit in commits):
+                return commits
+        return []
 
     async def download_snapshot(self, peer: str, wanted: bytes) -> Snapshot | None:
         """Gossip mode: the state at a peer's floor, for a node that has fallen behind. None when nobody could give it."""

@@ -329,11 +329,15 @@ class CatchUp:
 
     def _learn(self, rounds: Rounds, state: SharedState, chain: list[Commit]) -> None:
         """The commits behind a downloaded state: they say which of our own updates it holds."""
+        self._connect(rounds, chain)
+        if not rounds.log.knows(state.lineage) and chain:
+            rounds.start_log(chain, state)
+
+    def _connect(self, rounds: Rounds, chain: list[Commit]) -> None:
+        """Keep what of a chain stands on known commits."""
         for commit in chain:
             if rounds.log.knows(commit.base_lineage) and not rounds.log.knows(commit.value.lineage):
                 self._keep(rounds, commit)
-        if not rounds.log.knows(state.lineage) and chain:
-            rounds.start_log(chain, state)
 
     async def download(
         self, rounds: Rounds, reason: str, lineage: bytes | None = None, *, fork: bytes | None = None
@@ -348,6 +352,18 @@ class CatchUp:
             return
         chain = [] if rounds.log.knows(state.lineage) else await self._records(holders, state)
         # From here on nothing is awaited: the state that this one is compared with must still be ours when it is replaced.
+        self._connect(rounds, chain)
+        mine = rounds.state.lineage
+        if rounds.log.knows(state.lineage) and not rounds.log.is_ancestor(mine, state.lineage):
+            # Where nothing but being behind was the reason, or the holders have changed sides, this may be another branch.
+            resolution = rounds.log.resolve_conflict(mine, state.lineage)
+            if resolution.winner in (Winner.MINE, Winner.UNDECIDABLE):
+                return
+            if resolution.winner is Winner.THEIRS and fork is None:
+                self._conflict(
+                    f"CONCURRENT versions: a downloaded state of round {state.round} stands, {resolution.reason}"
+                )
+            fork = resolution.fork if resolution.winner is Winner.THEIRS else None
         if state.round < rounds.state.round and fork is None:
             self._say("a downloaded state was older than ours and is not used", level="warning", round=state.round)
             return

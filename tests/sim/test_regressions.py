@@ -21,6 +21,12 @@ BROKE: dict[tuple[int, str, str | None], str] = {
     (100177, "gossip", None): "the same limit below what was final, between two peers",
     (100177, "hybrid", None): "the same limit below what was final, between two peers",
     (100213, "gossip", None): "an own update that was final on a side of one was settled, and went with that side",
+    (
+        500272,
+        "ring",
+        None,
+    ): "records of another branch than the downloaded state's began a log that knew nothing of the fork",
+    (500368, "ring", None): "the same, and what a lost branch held of own updates still counted as adopted",
     (400083, "ring", "equivocate"): "which of a liar's two updates went into a dense sum was taken to be known",
 }
 
