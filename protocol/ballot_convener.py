@@ -46,7 +46,8 @@ class Convening(Attempts):
         joins = {p: j for p, j in self._joins.items() if j.attempt == self.attempt and p not in self._dead}
         joins[self.me] = self._my_join()
         waiting = self._live() - joins.keys() - self._silent - self._left() - self._ahead().keys()
-        if waiting and not self._overdue():
+        # The wait grows with the attempt for a quorum to come together; beyond one, nobody is waited for longer than at first.
+        if waiting and self._now < self._since + self.timing.join_s:
             return
         size, live = len(joins), self._live()
         if is_majority(size, len(self.electorate)):

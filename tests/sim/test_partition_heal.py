@@ -42,7 +42,9 @@ def _cells() -> list[object]:
 def test_ten_minutes_apart(mode: str, parts: int, rule: str) -> None:
     found = bench.measure(mode, SIZES[parts], rule, 1, SMALL)
     assert found["identical"] and not found["violations"] and not found["errors"]
-    assert max(found["learned"]) < 0.25  # every part went on without the others
+    # Every part went on without the others. In ring mode a pair may go on once it has found half of all dead, which takes the
+    # wan preset 200 to 320 s here; the rest holds six or more rounds of 42 s, each leaving about 0.82 of the loss.
+    assert max(found["learned"]) < 0.35
     assert found["equal_s"] is not None and found["equal_s"] <= 45.0
     assert found["back_s"] is not None and found["back_rounds"] <= 4
     # Nobody's work is added twice or lost for long: a minute later all are where the best part was, but for noise.
