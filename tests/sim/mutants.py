@@ -50,7 +50,7 @@ MUTANTS = [
            "        self.book.record(dot, own)\n", "        self.book.record(dot, own)\n        self.book.adopt(dot)\n", 1),
     Mutant("a settled update forgets that it was adopted", "aggregation/book.py",
            "            if not own.branch:\n",
-           "            if not own.branch:\n                self._put(self._adopted, own, -own.fixed)\n", 3),
+           "            if not own.branch:\n                self._put(self._adopted, own, -own.fixed)\n", 10),
     Mutant("an own update is not journaled", "node/store/journal.py",
            "            self._append(_UPDATE, _encode_update(update))\n", "", 2),
     Mutant("the journal is not synced", "node/store/journal.py",

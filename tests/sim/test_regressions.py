@@ -27,6 +27,7 @@ BROKE: dict[tuple[int, str, str | None], str] = {
         None,
     ): "records of another branch than the downloaded state's began a log that knew nothing of the fork",
     (500368, "ring", None): "the same, and what a lost branch held of own updates still counted as adopted",
+    (600020, "hybrid", "noise"): "what a healing had decided was acted on after its peer had moved to another side",
     (400083, "ring", "equivocate"): "which of a liar's two updates went into a dense sum was taken to be known",
 }
 
