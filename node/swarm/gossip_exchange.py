@@ -221,7 +221,9 @@ class GossipExchange:
 
     def _decided(self, kind: Kind, ours: Hello, theirs: Hello, loser_weight: int) -> None:
         """One side is heavier."""
-        if kind is Kind.KEEP and self._replacing:
+        if (
+            kind is Kind.KEEP and self._replacing and theirs.base == ours.base
+        ):  # among averages any that is taken is one less
             self._beaten.append(theirs)
         if self.replica.abandons(theirs, loser_weight):
             winner, loser = (ours, theirs) if kind is Kind.KEEP else (theirs, ours)
