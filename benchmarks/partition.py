@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from shoal.sim import Link, Simulation
@@ -181,7 +183,7 @@ def run_missing(seeds: int, runs_max: int) -> None:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Markdown, a row a cell: the worst of its seeds."""
+    """Markdown, a row a cell: the median of its seeds, and the range."""
     rows = [
         "| mode | parts | rule | loss of each part, times | hashes equal after | back at the best part's after "
         "| highest on the way | above the best part's for | seeds | violations |",
@@ -192,13 +194,15 @@ def table(figures: dict[str, Any]) -> str:
         if not seeds:
             continue
 
-        def worst(key: str, seeds: list[Any] = seeds) -> Any:
-            return "never" if any(s[key] is None for s in seeds) else max(s[key] for s in seeds)
+        def middle(key: str, unit: str, seeds: list[Any] = seeds) -> str:
+            found = sorted(math.inf if s[key] is None else s[key] for s in seeds)
+            low, mid, high = ("never" if x == math.inf else f"{x:g}" for x in (found[0], median_high(found), found[-1]))
+            return f"{mid} ({low} to {high}){unit}"
 
         learned = max(max(s["learned"]) for s in seeds)
         rows.append(
-            f"| {mode} | {parts} | {rule} | {learned:.2f} | {worst('equal_s')} s "
-            f"| {worst('back_s')} s, {worst('back_rounds')} rounds | {worst('peak'):.2f} times | {worst('peak_s')} s "
+            f"| {mode} | {parts} | {rule} | {learned:.2f} | {middle('equal_s', ' s')} | {middle('back_s', ' s')}, "
+            f"{middle('back_rounds', ' rounds')} | {middle('peak', ' times')} | {middle('peak_s', ' s')} "
             f"| {len(seeds)} | {sum(len(s['violations']) + len(s['errors']) for s in seeds)} |"
         )
     return "\n".join(rows)
